@@ -1,0 +1,141 @@
+"""Credits: who may send how much. No I/O.
+
+As in QUIC, a credit is an absolute limit: the receiver says up to which total the sender may go, the sender counts what it
+has sent. Limits only rise, so repeating or losing an update does no harm, and a leak shows at once: at rest,
+``limit - consumed == window``.
+
+There are three kinds. A channel has a window of messages and a window of bytes; a link has a window of bytes over all its
+channels. They cover messages up to the channel's `eager` size. A larger message is offered first: the receiver takes its
+size from the process's `MemoryBudget`, when there is room, and accepts; such a message is its own window.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from p2pml.errors import ProtocolError
+
+
+class SendWindow:
+    """The sender's side of a limit."""
+
+    __slots__ = ("limit", "sent")
+
+    def __init__(self, limit: int = 0) -> None:
+        self.sent = 0
+        self.limit = limit
+
+    @property
+    def available(self) -> int:
+        """How much may be sent now."""
+        return self.limit - self.sent
+
+    def charge(self, amount: int) -> None:
+        """Count `amount` as sent; the caller has seen that it is available."""
+        self.sent += amount
+
+    def raise_to(self, limit: int) -> bool:
+        """Take a limit from the receiver; true if it rose. Lower ones are old news and change nothing."""
+        if limit <= self.limit:
+            return False
+        self.limit = limit
+        return True
+
+
+class ReceiveWindow:
+    """The receiver's side of a limit: `size` is what may be under way or unread at a time."""
+
+    __slots__ = ("consumed", "granted_by_hand", "limit", "received", "size")
+
+    def __init__(self, size: int, *, manual: bool = False) -> None:
+        self.size = 0 if manual else size
+        self.granted_by_hand = manual
+        self.limit = self.size
+        self.received = 0
+        self.consumed = 0
+
+    def receive(self, amount: int, what: str) -> None:
+        """Count what came in. Raises `ProtocolError` if the sender had no credit for it."""
+        if self.received + amount > self.limit:
+            raise ProtocolError(f"{what}: {self.received + amount - self.limit} beyond the credit of {self.limit}")
+        self.received += amount
+
+    def consume(self, amount: int, *, at_once: bool = False) -> bool:
+        """Count what the application took or discarded; true if a new limit should be told now.
+
+        The limit is told when half the window can be given back, or `at_once`: where the sender said that it waits.
+        """
+        self.consumed += amount
+        if self.granted_by_hand:
+            return False
+        owed = self.consumed + self.size - self.limit
+        if owed <= 0 or (not at_once and owed * 2 < self.size):
+            return False
+        self.limit += owed
+        return True
+
+    def grant(self, amount: int) -> None:
+        """Let `amount` more in, on a window that is granted by hand."""
+        self.limit += amount
+
+    def resize(self, size: int) -> None:
+        """Make the window larger; its limit rises by the difference."""
+        self.limit += max(0, size - self.size)
+        self.size = max(size, self.size)
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing is under way or unread, and all credit was given back or is owed."""
+        return self.received == self.consumed and (self.granted_by_hand or self.limit - self.consumed <= self.size)
+
+
+class MemoryBudget:
+    """One bound for the memory that a process's links may take for what they receive, in bytes.
+
+    Fixed parts (each link's window) are reserved when a link opens, and a link that would not fit is refused. Offered
+    messages wait in one queue, first come first served, until what they need is free.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self.peak = 0
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+
+    def try_reserve(self, amount: int) -> bool:
+        """Take `amount` if it is free and nobody waits in front."""
+        if self._waiting or self.used + amount > self.total:
+            return False
+        self._take(amount)
+        return True
+
+    def reserve(self, amount: int, granted: Callable[[], None]) -> None:
+        """Take `amount` now or later; `granted` is called once it is taken, perhaps before this returns.
+
+        Forget a waiting request with `withdraw`. An amount that can never fit is the caller's to refuse.
+        """
+        if self.try_reserve(amount):
+            granted()
+        else:
+            self._waiting.append((amount, granted))
+
+    def withdraw(self, granted: Callable[[], None]) -> None:
+        """Forget the waiting request that would have called `granted`."""
+        self._waiting = deque(item for item in self._waiting if item[1] is not granted)
+        self._serve()
+
+    def release(self, amount: int) -> None:
+        """Give `amount` back, and serve those that wait."""
+        self.used -= amount
+        self._serve()
+
+    def _take(self, amount: int) -> None:
+        self.used += amount
+        self.peak = max(self.peak, self.used)
+
+    def _serve(self) -> None:
+        while self._waiting and self.used + self._waiting[0][0] <= self.total:
+            amount, granted = self._waiting.popleft()
+            self._take(amount)
+            granted()

@@ -1,0 +1,440 @@
+"""A link's protocol without I/O: handshake, channels, credits, acknowledgements, heartbeats.
+
+The owner gives it bytes (`get_buffer`, `buffer_updated`, `eof_received`), time (`tick`, at `deadline`) and messages (`sender.send`),
+and takes from it bytes (`pull`, when the transport can write) and events (`events`, a list to empty after every call). It never
+raises for what the other side does: it says goodbye, tells `Closed`, and ignores the rest.
+
+The dialer opens with its preface, the listener answers with its own; then each says HELLO, the dialer first. The listener's
+HELLO says that it takes the dialer, and the dialer's first CREDIT that it takes the listener: then the session is open.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2pml.errors import DuplicateLink, HandshakeRefused, LinkClosed, MessageTooLarge, P2PMLError, ProtocolError
+from p2pml.wire import codec, events
+from p2pml.wire.credits import MemoryBudget
+from p2pml.wire.framing import (
+    MAX_CONTROL,
+    MAX_HEAD,
+    SIZE,
+    VERSIONS,
+    FrameReader,
+    FrameType,
+    frame,
+    preface,
+    read_preface,
+)
+from p2pml.wire.incoming import Place
+from p2pml.wire.measure import LinkMeter
+from p2pml.wire.options import ChannelOptions
+from p2pml.wire.outgoing import Outgoing, join_small
+from p2pml.wire.receiver import Receiver
+from p2pml.wire.sender import Sender
+from p2pml.wire.shared import Shared
+
+LIMITS = struct.Struct("<IQQQ")
+"""An entry of a CREDIT frame: channel, message limit, byte limit, messages complete. For channel 0, the link: 0, byte limit,
+bytes received."""
+REPORT_EVERY = 1 << 20
+"""Bytes received after which the sender is told how many, so that it can measure the link."""
+PINGS_REMEMBERED = 8
+
+CLOSE, BROKEN, REFUSED, RETRY, DUPLICATE = range(5)
+"""What a GOAWAY says: an orderly end; the other side broke the protocol; don't come back; come back later; use the other link."""
+
+
+@dataclass(slots=True)
+class SessionOptions:
+    """How a node's links behave; all times in seconds, sizes in bytes.
+
+    heartbeat: a ping goes out this often. timeout: with nothing at all received for this long, the peer is gone.
+    handshake: a link that is not open by then is closed. max_message: the largest message accepted, uncompressed.
+    """
+
+    peer: str
+    instance: str
+    agent: str = "p2pml"
+    heartbeat: float = 2.5
+    timeout: float = 10.0
+    handshake: float = 10.0
+    max_message: int = 1 << 32
+    codecs: tuple[str, ...] = ("lz4", "zstd")
+    versions: tuple[int, int] = VERSIONS
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class Session:
+    """One end of a link. `dialer` is the side that connected; `place` says where large messages go (see `incoming`)."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        channels: Mapping[str, ChannelOptions],
+        budget: MemoryBudget,
+        *,
+        dialer: bool,
+        now: float,
+        place: Place | None = None,
+    ) -> None:
+        self.options = options
+        self.dialer = dialer
+        self.hello: events.Hello | None = None
+        self.meta: dict[str, Any] = {}
+        self.meter = LinkMeter()
+        self.bytes_in = self.bytes_out = 0
+        self.is_closed = False
+        self.shared = Shared(now)
+        self.receiver = Receiver(self.shared, budget, options.max_message, place)
+        self.sender = Sender(self.shared)
+        self._reader = FrameReader(self, self.receiver)
+        self._started = self._last_in = self._last_tick = self._next_ping = now
+        self._ping_sent: dict[int, float] = {}
+        self._pings = 0
+        self._pong: bytes | None = None
+        self._reported = 0
+        self._said_hello = False
+        self._budget_total = budget.total
+        for name, wanted in channels.items():
+            self.receiver.add_channel(name, wanted)
+            self.sender.prefer(name, wanted)
+        if dialer:
+            self.shared.control.append(preface(options.versions))
+
+    @property
+    def events(self) -> list[Any]:
+        """What happened since this was last emptied (`take_events`)."""
+        return self.shared.events
+
+    def take_events(self) -> list[Any]:
+        """The events, which are then forgotten."""
+        taken, self.shared.events = self.shared.events, []
+        return taken
+
+    @property
+    def is_open(self) -> bool:
+        """Messages may be sent."""
+        return self.shared.open
+
+    @property
+    def peer(self) -> str:
+        """The other side's id, or a stand-in until it said hello."""
+        return self.hello.peer if self.hello is not None else "the peer"
+
+    # ---------------------------------------------------------------------------------------------------- receiving
+
+    def get_buffer(self) -> memoryview:
+        """Memory for the next incoming bytes."""
+        return self._reader.get_buffer()
+
+    def buffer_updated(self, count: int, now: float) -> None:
+        """`count` bytes came into that memory."""
+        self.shared.now = self._last_in = now
+        self.bytes_in += count
+        try:
+            self._reader.buffer_updated(count)
+        except (ProtocolError, HandshakeRefused) as error:
+            self._fail(error)
+        if self.bytes_in - self._reported >= REPORT_EVERY and self.shared.open:
+            self.shared.dirty[0] = None
+
+    def eof_received(self, now: float) -> None:
+        """The other side sends nothing more."""
+        self.shared.now = now
+        where = " in the middle of a frame" if self._reader.midway else ""
+        when = "" if self.shared.open else " before the handshake was complete"
+        self.lost(LinkClosed(f"{self.peer} closed the connection{where}{when}"))
+
+    def preface_received(self, data: bytes) -> None:
+        read_preface(data, self.options.versions)
+        if self.dialer:
+            self._say_hello()
+        else:
+            self.shared.control.append(preface(self.options.versions))
+
+    def control_received(self, kind: int, flags: int, channel: int, sequence: int, head: bytes, payload: bytes) -> None:
+        if kind == FrameType.GOAWAY:
+            self._goaway(flags, payload.decode(errors="replace"))
+        elif not self.shared.open and not self._confirmed(kind):
+            if kind != FrameType.HELLO or self.hello is not None:
+                raise ProtocolError(f"a {FrameType(kind).name} frame came before the handshake was complete")
+            self._hello_received(head)
+        elif kind == FrameType.CREDIT:
+            self._credit_received(payload)
+        elif kind == FrameType.OFFER:
+            self.receiver.offer_received(channel, sequence, head, payload)
+        elif kind == FrameType.ACCEPT:
+            self.sender.accepted(channel, sequence)
+        elif kind == FrameType.REFUSE:
+            self.sender.refused(channel, sequence, payload.decode(errors="replace"))
+        elif kind == FrameType.RESET:
+            self.receiver.reset_received(channel, sequence)
+        elif kind == FrameType.BLOCKED:
+            self.receiver.blocked_received(channel)
+        elif kind == FrameType.PING:
+            self._pong = frame(FrameType.PONG, payload=payload[: SIZE.size])
+        elif kind == FrameType.PONG:
+            self._pong_received(payload)
+        elif kind == FrameType.CHANNELS:
+            self._learn(_read_map(head, "CHANNELS"))
+        else:
+            raise ProtocolError("a second HELLO")
+
+    def _credit_received(self, payload: bytes) -> None:
+        if len(payload) % LIMITS.size:
+            raise ProtocolError("a malformed CREDIT")
+        for number, messages, size, received in LIMITS.iter_unpack(payload):
+            if number:
+                self.sender.limits_received(number, messages, size, received)
+            else:
+                self.sender.link_limit_received(size)
+                self.meter.acknowledged(self.shared.now, received, self.bytes_out)
+
+    # ---------------------------------------------------------------------------------------------------- handshake
+
+    def _say_hello(self) -> None:
+        about = {
+            "peer": self.options.peer,
+            "instance": self.options.instance,
+            "agent": self.options.agent,
+            "max_message": self.options.max_message,
+            "codecs": list(self.options.codecs),
+            "link": self.receiver.link.limit,
+            **self._description(),
+        }
+        head = codec.plain_dumps(about)
+        if len(head) > MAX_HEAD:
+            raise MessageTooLarge(f"HELLO: channels and meta take {len(head)} bytes (at most {MAX_HEAD})")
+        self.shared.control.append(frame(FrameType.HELLO, head=head))
+        self._said_hello = True
+
+    def _description(self) -> dict[str, Any]:
+        return {"channels": self.receiver.describe(), "meta": self.options.meta}
+
+    def _hello_received(self, head: bytes) -> None:
+        about = _read_map(head, "HELLO")
+        peer, instance, agent = (_field(about, name, str) for name in ("peer", "instance", "agent"))
+        if not 0 < len(peer) <= 128 or not peer.isprintable():
+            raise ProtocolError("a HELLO with an empty, overlong or unprintable peer id")
+        codecs = tuple(name for name in _field(about, "codecs", list) if isinstance(name, str))
+        limit = _field(about, "max_message", int)
+        self.hello = events.Hello(peer, instance, agent, limit, codecs)
+        self.sender.max_message = limit
+        self.sender.link_limit_received(_field(about, "link", int))
+        self._learn(about)
+        self.shared.events.append(events.HelloReceived(self.hello))
+
+    def accept(self) -> None:
+        """Take the peer that said hello. Answer to `HelloReceived`."""
+        if self.is_closed:
+            return
+        if not self.receiver.reserve():
+            self.refuse(f"no receive memory left for another link ({self._budget_total} bytes in all)", retry=True)
+        elif self.dialer:
+            self.shared.dirty[0] = None
+            self._opened()
+        else:
+            self._say_hello()
+
+    def refuse(self, reason: str, *, retry: bool = False) -> None:
+        """Close the session with a peer that said hello. The other answer to `HelloReceived`."""
+        self._fail(HandshakeRefused(reason, retryable=retry))
+
+    def refuse_duplicate(self) -> None:
+        """Close the session because another link to the same peer stays."""
+        self._goodbye(DUPLICATE, self.options.peer)
+        self.lost(DuplicateLink(self.peer))
+
+    def _confirmed(self, kind: int) -> bool:
+        if self.dialer or not self._said_hello or kind != FrameType.CREDIT:
+            return False
+        self._opened()
+        return True
+
+    def _opened(self) -> None:
+        assert self.hello is not None
+        self.shared.open = True
+        self._next_ping = self.shared.now
+        self.shared.events.append(events.Opened(self.hello))
+        self.sender.opened()
+
+    def _learn(self, about: Mapping[str, Any]) -> None:
+        """Take in the other side's channels and meta, from its HELLO or CHANNELS."""
+        for item in _field(about, "channels", list):
+            if not isinstance(item, list) or [type(part) for part in item] != [int, str, int, int, int]:
+                raise ProtocolError("a malformed list of channels")
+            number, name, messages, size, eager = item
+            if not 0 < number < 1 << 32 or min(messages, size, eager) < 0:
+                raise ProtocolError(f"channel '{name}' has impossible limits")
+            self.sender.announced(number, name, messages, size, eager)
+        self.meta = _field(about, "meta", dict)
+        self.shared.events.append(events.ChannelsChanged())
+
+    def add_channel(self, name: str, options: ChannelOptions) -> None:
+        """Open a channel for receiving on a session that may be open already."""
+        self.receiver.add_channel(name, options)
+        self.sender.prefer(name, options)
+        self.announce()
+
+    def announce(self) -> None:
+        """Tell the peer of the channels and the meta as they are now, if it has been told of others."""
+        if self._said_hello and not self.is_closed:
+            head = codec.plain_dumps(self._description())
+            if len(head) > MAX_HEAD:
+                raise MessageTooLarge(f"channels and meta take {len(head)} bytes (at most {MAX_HEAD})")
+            self.shared.control.append(frame(FrameType.CHANNELS, head=head))
+            self.shared.dirty[0] = None
+
+    # ----------------------------------------------------------------------------------------------------- the end
+
+    def close(self, reason: str = "closed") -> None:
+        """Say goodbye in order; what was not handed out is dropped."""
+        self._goodbye(CLOSE, reason)
+        self.lost(LinkClosed(reason), orderly=True)
+
+    def lost(self, error: P2PMLError, *, orderly: bool = False) -> None:
+        """The link is gone, for this reason: end the session without a goodbye."""
+        if self.is_closed:
+            return
+        self.is_closed, self.shared.open = True, False
+        self._reader.discard()
+        self.sender.close(error)
+        self.receiver.close()
+        self.shared.events.append(events.Closed(error, orderly))
+
+    def _fail(self, error: P2PMLError) -> None:
+        code = CLOSE if isinstance(error, LinkClosed) else BROKEN
+        if isinstance(error, HandshakeRefused):
+            code = RETRY if error.retryable else REFUSED
+        self._goodbye(code, str(error))
+        self.lost(error)
+
+    def _goodbye(self, code: int, reason: str) -> None:
+        if not self.is_closed:
+            self.shared.control.append(frame(FrameType.GOAWAY, flags=code, payload=reason.encode()[:MAX_CONTROL]))
+
+    def _goaway(self, code: int, reason: str) -> None:
+        if code in (REFUSED, RETRY):
+            self.lost(HandshakeRefused(f"{self.peer} refused: {reason}", retryable=code == RETRY))
+        elif code == DUPLICATE:
+            self.lost(DuplicateLink(reason))
+        elif code == BROKEN:
+            self.lost(ProtocolError(f"{self.peer} closed the link because this side broke the protocol: {reason}"))
+        else:
+            self.lost(LinkClosed(f"{self.peer} closed the link: {reason}"), orderly=True)
+
+    # ------------------------------------------------------------------------------------------------------- output
+
+    @property
+    def wants_pull(self) -> bool:
+        """Whether `pull` may have something (it may still wait for credit)."""
+        shared, sender = self.shared, self.sender
+        return bool(shared.control or shared.dirty or sender.busy or sender.batch or self._pong)
+
+    def pull(self) -> list[bytes | memoryview]:
+        """The next bytes to write, in pieces that are each worth a write; empty if there is nothing to send now.
+
+        At most one large frame, or a batch of small ones, so that control frames never wait for more than a chunk.
+        """
+        out: list[bytes | memoryview] = []
+        shared = self.shared
+        if shared.control or shared.dirty or self._pong is not None:
+            self._pull_control(out)
+        if shared.open:
+            self.sender.pull(out)
+        if not out:
+            return out
+        joined = join_small(out)
+        self.bytes_out += sum(map(len, joined))
+        return joined
+
+    def take_sent(self) -> list[Outgoing]:
+        """The messages whose last bytes `pull` has handed out since the last call; their tensors are free once written."""
+        taken, self.sender.sent = self.sender.sent, []
+        return taken
+
+    def _pull_control(self, out: list[bytes | memoryview]) -> None:
+        shared = self.shared
+        out += shared.control
+        shared.control.clear()
+        if self._pong is not None:
+            out.append(self._pong)
+            self._pong = None
+        if shared.dirty and shared.open:
+            out.append(frame(FrameType.CREDIT, payload=self._limits()))
+
+    def _limits(self) -> bytes:
+        entries = [LIMITS.pack(0, 0, self.receiver.link.limit, self.bytes_in)]
+        for number in list(self.shared.dirty)[: MAX_CONTROL // LIMITS.size - 1]:
+            del self.shared.dirty[number]
+            if number:
+                entries.append(LIMITS.pack(number, *self.receiver.limits(number)))
+        self._reported = self.bytes_in
+        return b"".join(entries)
+
+    # --------------------------------------------------------------------------------------------------------- time
+
+    def deadline(self) -> float:
+        """When `tick` is due next, on the clock of `now`."""
+        if not self.shared.open:
+            return self._started + self.options.handshake
+        due = min(self._next_ping, self._last_in + self.options.timeout)
+        return due if self.shared.ack_due is None else min(due, self.shared.ack_due)
+
+    def tick(self, now: float) -> None:
+        """Time has passed: send what is due, or give the peer up.
+
+        A long gap since the last call means that this process did not run (a busy loop, a suspended machine); the peer
+        is not blamed for it, and gets the time to be heard.
+        """
+        shared, options = self.shared, self.options
+        gap = now - max(self._last_tick, self._last_in)
+        shared.now = self._last_tick = now
+        if self.is_closed:
+            return
+        if not shared.open:
+            if now >= self._started + options.handshake:
+                self._fail(HandshakeRefused(f"no handshake within {options.handshake:g} s", retryable=True))
+            return
+        if gap > 2 * options.heartbeat:
+            self._last_in = max(self._last_in, now - options.heartbeat)
+        if now - self._last_in >= options.timeout:
+            self._fail(LinkClosed(f"nothing heard from {self.peer} for {options.timeout:g} s"))
+            return
+        if now >= self._next_ping:
+            self._ping(now)
+        if shared.ack_due is not None and now >= shared.ack_due:
+            shared.ack_due = None
+            self.receiver.acknowledge()
+
+    def _ping(self, now: float) -> None:
+        self._next_ping = now + self.options.heartbeat
+        self._pings += 1
+        self._ping_sent[self._pings] = now
+        self._ping_sent.pop(self._pings - PINGS_REMEMBERED, None)
+        self.shared.control.append(frame(FrameType.PING, payload=SIZE.pack(self._pings)))
+
+    def _pong_received(self, payload: bytes) -> None:
+        if len(payload) != SIZE.size:
+            raise ProtocolError("a malformed PONG")
+        then = self._ping_sent.pop(SIZE.unpack(payload)[0], None)
+        if then is not None:
+            self.meter.answered(self.shared.now - then)
+
+
+def _read_map(head: bytes, what: str) -> dict[str, Any]:
+    try:
+        return codec.plain_loads(head, what)
+    except P2PMLError as error:
+        raise ProtocolError(str(error)) from None
+
+
+def _field(about: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = about.get(name)
+    if type(value) is not kind or (kind is int and value < 0):
+        raise ProtocolError(f"a handshake without a proper '{name}'")
+    return value
