@@ -51,7 +51,7 @@ class Owner(Protocol):
     def closed(self, link: Link, error: P2PMLError, orderly: bool) -> None:
         """The session ended."""
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> object:
         """Run a task as the node's child."""
 
 
@@ -80,6 +80,7 @@ class Link(asyncio.BufferedProtocol):
         self.session.shared.on_output = self.kick
         self.transport: asyncio.Transport | None = None
         self.options: dict[str, ChannelOptions] = {}
+        self.peer: Any = None
         self.finished: asyncio.Future[None] = loop.create_future()
         self.error: P2PMLError | None = None
         self._paused = False
@@ -294,7 +295,7 @@ class Link(asyncio.BufferedProtocol):
         if channel in self.packing:
             return False
         if isinstance(message, (bytes, bytearray, memoryview)):
-            done = self.session.sender.send_small(channel, b"", message)
+            done = self.session.sender.send_small(channel, b"", memoryview(message).cast("B"))
         else:
             encoded = message if isinstance(message, codec.Encoded) else codec.encode(message)
             segments = encoded.segments
@@ -410,7 +411,10 @@ class Link(asyncio.BufferedProtocol):
                     self.refuse(arrived, error)
                     continue
                 arrived.packed = None
-            self._owner.arrived(self, arrived)
+            if self.session.is_closed:
+                self.consumed(arrived)
+            else:
+                self._owner.arrived(self, arrived)
         del self._unpacking[channel]
 
     def consumed(self, arrived: events.Arrived) -> None:
@@ -429,4 +433,4 @@ class Link(asyncio.BufferedProtocol):
 def _tell_sent(outgoing: Outgoing) -> None:
     outgoing.release()
     if outgoing.owner is not None:
-        outgoing.owner.sent()  # type: ignore[attr-defined]
+        outgoing.owner.sent()

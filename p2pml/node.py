@@ -180,34 +180,36 @@ class Peer:
         link.submit(channel, message, ticket, tracked=delivered)
         if future.done():
             return future.result()
+        clock = asyncio.timeout(timeout)
         try:
-            async with asyncio.timeout(timeout) as clock:
+            async with clock:
                 await future
-        except TimeoutError as error:
-            if not clock.expired():
-                raise
+        except BaseException as error:
             link.take_back(ticket)
-            raise SendTimeout(self._why_not(channel, timeout or 0.0)) from error
-        except BaseException:
-            link.take_back(ticket)
+            if isinstance(error, TimeoutError) and clock.expired():
+                raise SendTimeout(self._why_not(channel, timeout or 0.0)) from error
             raise
 
     def _why_not(self, channel: str, timeout: float) -> str:
         outlet = self.link.session.sender.channel(channel)
         if outlet is None or not outlet.id:
-            return f"{self.id} has not opened a channel '{channel}' within {timeout:g} s (it has: {', '.join(self.channels) or 'none'})"
+            has = ", ".join(self.channels) or "none"
+            return f"{self.id} has not opened a channel '{channel}' within {timeout:g} s (it has: {has})"
         return f"{self.id} granted no credit on '{channel}' within {timeout:g} s ({len(outlet.queue)} messages wait)"
 
     def try_send(self, channel: str, message: Any) -> bool:
         """Send a message if the peer has credit for it now; false if not. Its tensors must not change until the link is idle."""
         link = self.link
-        raw = isinstance(message, (bytes, bytearray, memoryview))
-        encoded = message if raw else codec.encode(message)
-        if link.send_now(channel, encoded):
+        if isinstance(message, (bytes, bytearray, memoryview)):
+            size = memoryview(message).nbytes
+        else:
+            message = codec.encode(message)
+            size = message.size
+        if link.send_now(channel, message):
             return True
-        if not link.session.sender.can_send(channel, len(encoded) if raw else encoded.size):
+        if not link.session.sender.can_send(channel, size):
             return False
-        link.submit(channel, encoded)
+        link.submit(channel, message)
         return True
 
     @property
@@ -407,16 +409,17 @@ class Node:
         this side. Raises `AddressError`, `TransportError`, `HandshakeRefused`, `LinkClosed`.
         """
         where = Address.parse(address)
+        clock = asyncio.timeout(timeout)
         try:
-            async with asyncio.timeout(timeout) as clock:
+            async with clock:
                 try:
                     peer = await self._dial_once(where)
                 except DuplicateLink as duplicate:
                     peer = await self._joined(duplicate.peer)
         except TimeoutError as error:
-            if not clock.expired():
-                raise
-            raise TransportError(f"{address}: no answer within {timeout:g} s") from error
+            if clock.expired():
+                raise TransportError(f"{address}: no answer within {timeout:g} s") from error
+            raise
         if keep and peer.id not in self._kept:
             self._kept[peer.id] = self.spawn(self._keep(peer, where, timeout))
         return peer
@@ -443,13 +446,14 @@ class Node:
 
     async def _joined(self, peer_id: str) -> Peer:
         """The peer of this id, once its link is open."""
-        while peer_id not in self.peers:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            end = self.watch(lambda what, peer, detail: None if future.done() else future.set_result(None))
-            try:
-                await future
-            finally:
-                end()
+        joined = asyncio.Event()
+        end = self.watch(lambda what, peer, detail: joined.set() if peer.id == peer_id else None)
+        try:
+            while peer_id not in self.peers:
+                joined.clear()
+                await joined.wait()
+        finally:
+            end()
         return self.peers[peer_id]
 
     async def _keep(self, peer: Peer, where: Address, timeout: float) -> None:
@@ -535,7 +539,7 @@ class Node:
 
     def opened(self, link: Link) -> None:
         assert link.session.hello is not None
-        peer = Peer(self, link, link.session.hello)
+        peer = link.peer = Peer(self, link, link.session.hello)
         self.peers[peer.id] = peer
         future = self._dials.get(link)
         if future is not None and not future.done():
@@ -543,9 +547,7 @@ class Node:
         self._tell("joined", peer)
 
     def arrived(self, link: Link, arrived: events.Arrived) -> None:
-        peer = self.peers.get(link.session.peer)
-        if peer is None or peer.link is not link:
-            return
+        peer: Peer = link.peer
         handler = self._handlers.get(arrived.channel)
         if handler is not None:
             handler(peer, arrived)
@@ -553,14 +555,12 @@ class Node:
             self._inboxes[arrived.channel]._put(peer, arrived)
 
     def channels_changed(self, link: Link) -> None:
-        peer = self.peers.get(link.session.peer)
-        if peer is not None and peer.link is link:
-            self._tell("changed", peer)
+        if link.peer is not None:
+            self._tell("changed", link.peer)
 
     def credit_available(self, link: Link, channel: str) -> None:
-        peer = self.peers.get(link.session.peer)
-        if peer is not None and peer.link is link:
-            self._tell("credit", peer, channel)
+        if link.peer is not None:
+            self._tell("credit", link.peer, channel)
 
     def closed(self, link: Link, error: P2PMLError, orderly: bool) -> None:
         future = self._dials.get(link)

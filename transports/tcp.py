@@ -228,7 +228,7 @@ class _TcpListener:
         for listening in sockets:
             try:
                 self._loop.add_reader(listening, self._accept, listening)
-            except NotImplementedError:  # the proactor loop of Windows
+            except NotImplementedError:  # the proactor loop of Windows; what it accepts in the turn of closing is dropped
                 self._serving.append(self._loop.create_task(self._serve(listening)))
 
     def _accept(self, listening: socket.socket) -> None:

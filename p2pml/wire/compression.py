@@ -77,7 +77,7 @@ def _decompress_zstd(data: memoryview, size: int) -> bytes:
         # given.
         if frame.content_size != size:
             raise CompressionError(f"zstd: the frame is not one of {size} bytes")
-        if frame.dict_id or frame.window_size > max(_ZSTD_MAX_WINDOW, size):
+        if frame.dict_id or frame.window_size > _ZSTD_MAX_WINDOW:
             raise CompressionError("zstd: the frame wants a dictionary or too large a window")
         return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
@@ -173,9 +173,9 @@ class Chooser:
         """The codec for a message of `size` bytes, or None.
 
         Counted is the time to compress all of it, then to send, then to decompress; a codec must save 3 % of the plain
-        time. While the link's speed is unknown the answer is None: the first message measures it, and compressing on the
-        guess of a slow link could make a fast one several times slower. The sample is compressed (which takes well under
-        a millisecond) only where the link is slow enough for it to matter.
+        time. While the link's speed is unknown the answer is None: the first message measures it, and compressing on
+        the guess of a slow link could make a fast one several times slower. The sample is compressed (which takes well
+        under a millisecond) only where the link is slow enough for it to matter.
         """
         if not link_bytes_per_second or not len(sample):
             return None

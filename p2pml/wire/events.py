@@ -9,6 +9,7 @@ from p2pml.errors import P2PMLError
 
 if TYPE_CHECKING:
     from p2pml.wire.codec import Head
+    from p2pml.wire.incoming import ReceiveChannel
     from p2pml.wire.outgoing import Outgoing
 
 
@@ -43,24 +44,27 @@ class ChannelsChanged:
 
 
 class Arrived:
-    """A whole message. Its credit is given back by `Session.consumed(event)`."""
+    """A whole message. Its credit is given back by `Receiver.consumed`.
 
-    __slots__ = ("channel", "charge", "message", "packed", "reserved")
+    packed: for a compressed message, which is still to be unpacked (off the event loop), its head and payload.
+    """
+
+    __slots__ = ("channel", "charge", "inbox", "message", "packed", "reserved")
 
     def __init__(
         self,
-        channel: str,
+        inbox: ReceiveChannel,
         message: Any,
         charge: int,
         reserved: int,
-        packed: tuple[Head, list[memoryview]] | None = None,
+        packed: tuple[Head, list[memoryview]] | None,
     ) -> None:
-        self.channel = channel
+        self.channel = inbox.name
+        self.inbox = inbox
         self.message = message
         self.charge = charge
         self.reserved = reserved
         self.packed = packed
-        """For a compressed message, which is still to be unpacked (off the event loop): its head and payload."""
 
 
 @dataclass(slots=True)

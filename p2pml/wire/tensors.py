@@ -206,7 +206,8 @@ def _export_torch(value: torch.Tensor) -> tuple[TensorSpec, memoryview]:
     tensor = value.detach()
     if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return spec, tensor.reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape(-1): of one element with a stride of its own, which counts as contiguous, that is no view of bytes.
+    return spec, tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 @lru_cache(maxsize=128)

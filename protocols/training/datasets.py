@@ -105,8 +105,8 @@ def _cached(name: str, source: Path, fields: tuple[str, ...], read: Callable[[Pa
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise TaskError(f"data set {name}: {source} cannot be read: {error}") from error
     try:
-        with replacing(cached) as draft, draft.open("wb") as file:
-            np.savez(file, **made)
+        with replacing(cached) as draft, draft.open("wb") as written:
+            np.savez(written, **made)
     except OSError as error:
         raise TaskError(
             f"data set {name}: cannot write the cache {cached}: {error.strerror or error} "

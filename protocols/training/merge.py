@@ -193,12 +193,8 @@ class Accumulator:
             wrong[where] |= np.abs(values[where]) > EXACT
         element = int(wrong.argmax())
         value = values[element]
-        why = (
-            f"{value:g}"
-            if not np.isfinite(value)
-            else f"{value:.17g}, more than 2**53, up to which averages of integers are exact"
-        )
-        raise Unusable(f"{what}{self.segments.name(index, element)} is {why}", received=received)
+        why = ", beyond 2**53, where averages of integers are not exact" if np.isfinite(value) else ""
+        raise Unusable(f"{what}{self.segments.name(index, element)} is {value:.17g}{why}", received=received)
 
 
 def _is_usable(part: Segment, data: Array) -> bool:

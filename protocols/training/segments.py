@@ -149,8 +149,8 @@ class SegmentMap:
 
     @property
     def signature(self) -> list[list[Any]]:
-        """``[name, dtype, shape]`` for each tensor, as in `p2pml.protocols.training.tensors.signature`."""
-        return [[name, spec.dtype, list(spec.shape)] for name, spec in zip(self.names, self.specs, strict=True)]
+        """See `signature`."""
+        return signature(dict(zip(self.names, self.specs, strict=True)))
 
 
 class BoundTensors:
@@ -162,7 +162,8 @@ class BoundTensors:
 
     def __init__(self, segments: SegmentMap, tensors: Mapping[str, Any]) -> None:
         exported = {name: export(tensor) for name, tensor in tensors.items()}
-        check_same(segments.signature, [[name, spec.dtype, list(spec.shape)] for name, (spec, _) in exported.items()])
+        specs = {name: spec for name, (spec, _) in exported.items()}
+        check_same(segments.signature, signature(specs), "these tensors")
         self.segments = segments
         self._flat: list[Array] = []  # one dimension each; complex numbers as pairs
         self._copied: list[tuple[Any, TensorSpec, Array]] = []
@@ -212,14 +213,14 @@ class BoundTensors:
             if hasattr(tensor, "copy_"):
                 tensor.detach().copy_(done.torch())
             else:
-                np.copyto(np.asarray(tensor), done.numpy())
+                np.copyto(_as_array(tensor), done.numpy())
 
     def require_writable(self) -> None:
         """Raise `ModelMismatch`, naming the first, if a tensor cannot take a result."""
         originals = {id(flat): tensor for tensor, _, flat in self._copied}
         for name, flat in zip(self.segments.names, self._flat, strict=True):
             tensor = originals.get(id(flat), flat)
-            if isinstance(tensor, np.generic) or not (hasattr(tensor, "copy_") or np.asarray(tensor).flags.writeable):
+            if not (hasattr(tensor, "copy_") or _as_array(tensor).flags.writeable):
                 raise ModelMismatch(f"{name}: its memory is read-only, so it cannot take the average")
 
 
@@ -228,15 +229,20 @@ def specs_of(tensors: Mapping[str, Any]) -> dict[str, TensorSpec]:
     return {name: export(tensor)[0] for name, tensor in tensors.items()}
 
 
+def signature(specs: Mapping[str, TensorSpec]) -> list[list[Any]]:
+    """``[name, dtype, shape]`` for each tensor, as in `p2pml.protocols.training.tensors.signature`."""
+    return [[name, spec.dtype, list(spec.shape)] for name, spec in specs.items()]
+
+
 def check_same(mine: Sequence[Any], theirs: Sequence[Any], whose: str, owner: str = "the group") -> None:
-    mine: Sequence[Any], theirs: Sequence[Any], *, whose: tuple[str, str] = ("the group's", "these tensors")
-) -> None:
     """Raise `ModelMismatch`, naming the first tensor that differs and both sides of it, unless two signatures are
     equal.
 
     `theirs` may come from the wire: one that is no signature at all is refused like one that differs. This is
     `p2pml.protocols.training.tensors.compare_signatures` for programs without torch.
     """
+    if not isinstance(theirs, list):
+        raise ModelMismatch(f"{whose} is described by something that is no signature of a model")
     for position in range(max(len(mine), len(theirs))):
         own, other = (side[position] if position < len(side) else None for side in (mine, theirs))
         if own != other:
@@ -261,5 +267,9 @@ def _is_own_memory(tensor: Any, flat: Array) -> bool:
     """Whether `flat` is the memory of the tensor itself, and no copy that `export` made."""
     if isinstance(tensor, Tensor):
         return True
-    address = tensor.data_ptr() if hasattr(tensor, "data_ptr") else np.asarray(tensor).__array_interface__["data"][0]
-    return bool(address == flat.__array_interface__["data"][0])
+    own = tensor.data_ptr() if hasattr(tensor, "data_ptr") else _as_array(tensor).__array_interface__["data"][0]
+    return bool(own == flat.__array_interface__["data"][0])
+
+
+def _as_array(value: Any) -> Array:
+    return value if isinstance(value, np.ndarray) else np.asarray(memoryview(value))

@@ -69,20 +69,22 @@ def test_numpy_arrays_arrive_bit_by_bit(sent: np.ndarray[Any, Any]) -> None:
 
 @given(st.sampled_from(NUMPY_DTYPES + ONLY_TORCH), SHAPES, st.data())
 def test_torch_tensors_arrive_bit_by_bit(dtype: str, shape: tuple[int, ...], data: st.DataObject) -> None:
-    bits = data.draw(st.binary(min_size=math.prod(shape) * itemsize(dtype), max_size=math.prod(shape) * itemsize(dtype)))
+    size = math.prod(shape) * itemsize(dtype)
+    bits = data.draw(st.binary(min_size=size, max_size=size))
     if dtype == "bool":
         bits = bytes(byte & 1 for byte in bits)
     made = torch.empty(shape, dtype=getattr(torch, dtype))
     if bits:
         made = torch.frombuffer(bytearray(bits), dtype=torch.uint8).view(made.dtype).reshape(shape)
-    sent = made.permute(*reversed(range(len(shape)))) if data.draw(st.booleans()) else made
-    if shape and data.draw(st.booleans()):
+    transposed, strided = data.draw(st.tuples(st.booleans(), st.booleans()))
+    sent = made.permute(tuple(reversed(range(len(shape))))) if transposed else made
+    if shape and strided:
         sent = sent[::2]
     arrived = received(sent).torch()
     assert (arrived.dtype, arrived.shape) == (sent.dtype, sent.shape)
     assert arrived.is_contiguous()
     if sent.numel():
-        wanted = sent.contiguous().reshape(-1).view(torch.uint8)
+        wanted = torch.empty(sent.shape, dtype=sent.dtype).copy_(sent).reshape(-1).view(torch.uint8)
         assert torch.equal(arrived.reshape(-1).view(torch.uint8), wanted)
 
 
@@ -107,6 +109,14 @@ def test_bits_that_numpy_lacks_are_not_copied_either(dtype: str) -> None:
     assert Tensor(spec, view).torch().data_ptr() == sent.data_ptr()
     with pytest.raises(MessageError, match=f"numpy has no {dtype}: use .torch()"):
         Tensor(spec, view).numpy()
+
+
+def test_a_single_element_with_a_stride_is_not_copied() -> None:
+    for sent in (np.arange(4.0)[1::3], np.arange(12.0).reshape(3, 4)[1:2, 1:2], np.arange(4.0)[2:1:-1]):
+        assert address(export(sent)[1]) == sent.ctypes.data
+    whole = torch.arange(12.0).reshape(3, 4)
+    for part in (whole[1, 1::3], whole[1:2, 1:2], whole[2, 3]):
+        assert address(export(part)[1]) == part.data_ptr()
 
 
 def test_a_view_of_a_larger_tensor_is_sent_from_where_it_is() -> None:
@@ -160,7 +170,7 @@ def test_torch_tensors_in_unusual_states() -> None:
 def test_buffers_and_scalars(value: Any, spec: TensorSpec) -> None:
     tensor = received(value)
     assert tensor.spec == spec
-    assert tensor.numpy().tolist() == np.asarray(value).tolist() if not isinstance(value, bytes) else list(value)
+    assert tensor.numpy().tolist() == np.asarray(memoryview(value)).tolist()
 
 
 def test_a_tensor_is_sent_on_from_its_own_memory() -> None:

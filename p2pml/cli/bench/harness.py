@@ -154,6 +154,7 @@ class Group:
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
         for worker in self._workers:
+            _kill_family(worker.pid)
             if worker.exitcode is None:
                 worker.kill()
         for worker in self._workers:
@@ -167,7 +168,9 @@ class Group:
 
 
 def _work(control: Connection, rank: int, size: int, member: str, loop: str, options: Mapping[str, Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its workers
+    # A group of its own: Ctrl-C is then the parent's matter, and the processes that a library starts can be ended with it.
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     module, _, name = member.partition(":")
     with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
@@ -178,7 +181,15 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    _kill_family(os.getpid())
     os._exit(1)
+
+
+def _kill_family(worker: int | None) -> None:
+    """End a worker and what it started (as far as that stayed in its process group)."""
+    if hasattr(os, "killpg") and worker is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker, signal.SIGKILL)
 
 
 async def _serve(control: Connection, make: Callable[[], Member]) -> None:
@@ -192,6 +203,7 @@ async def _serve(control: Connection, make: Callable[[], Member]) -> None:
             try:
                 member = member or make()
                 gc.collect()
+                gc.freeze()  # what imports made (a million objects with torch) is not looked at in the midst of a measurement
                 answer = (True, await getattr(member, method)(*arguments))
             except Exception:
                 # Not handled here, but reported: the parent drops this contestant, with the trace as the reason.
