@@ -262,6 +262,7 @@ class Node:
             max_message=max_message,
         )
         self._channels: dict[str, ChannelOptions] = {}
+        self._preferences: dict[str, ChannelOptions] = {}
         self._inboxes: dict[str, Inbox] = {}
         self._handlers: dict[str, Callable[[Peer, events.Arrived], None]] = {}
         self._placers: dict[str, Callable[[str, codec.Head], Any]] = {}
@@ -356,6 +357,7 @@ class Node:
         if channel in self._channels:
             raise ValueError(f"channel '{channel}' is open already")
         self._channels[channel] = options or ChannelOptions()
+        self._preferences.setdefault(channel, self._channels[channel])
         inbox = self._inboxes[channel] = Inbox(channel)
         if handler is not None:
             self._handlers[channel] = handler
@@ -366,6 +368,12 @@ class Node:
                 link.session.add_channel(channel, self._channels[channel])
                 link.kick()
         return inbox
+
+    def prefer(self, channel: str, options: ChannelOptions) -> None:
+        """How this node sends on a channel of this name that it has not opened itself: priority, weight, compression."""
+        self._preferences[channel] = options
+        for link in self._links:
+            link.session.sender.prefer(channel, options)
 
     def close_channel(self, channel: str) -> None:
         """Take what still comes on a channel, and drop it. The name stays taken for the life of the node's links."""
@@ -494,7 +502,9 @@ class Node:
             )
 
         link = Link(self, make, asyncio.get_running_loop())
-        link.options = self._channels
+        link.options = self._preferences
+        for channel, preferred in self._preferences.items():
+            link.session.sender.prefer(channel, preferred)
         self._links.add(link)
         link.finished.add_done_callback(lambda _: self._links.discard(link))
         return link

@@ -211,8 +211,7 @@ class MemoryPipe(asyncio.Transport):
             self._wake()
         elif (source._eof_written or source._closing) and not self._eof_seen:
             self._eof_seen = True
-            keep_open = self._call(self._protocol.eof_received)
-            if not keep_open or (self._queue and source._closing):
+            if not self._call(self._protocol.eof_received):
                 self.close()
 
     def _receive(self, most: int) -> int:

@@ -138,7 +138,10 @@ async def _sock_connect(connecting: socket.socket, endpoint: Any) -> None:
 
 
 def _reason(fault: Exception) -> str:
-    return (isinstance(fault, OSError) and fault.strerror) or str(fault)
+    # asyncio puts words of its own into strerror; those of the system say what is the matter.
+    if isinstance(fault, OSError) and not isinstance(fault, socket.gaierror) and fault.errno:
+        return os.strerror(fault.errno)
+    return str(fault)
 
 
 def _tune(connection: socket.socket) -> None:
@@ -228,7 +231,8 @@ class _TcpListener:
         for listening in sockets:
             try:
                 self._loop.add_reader(listening, self._accept, listening)
-            except NotImplementedError:  # the proactor loop of Windows; what it accepts in the turn of closing is dropped
+            except NotImplementedError:
+                # The proactor loop of Windows. What it accepts in the very turn of closing is dropped.
                 self._serving.append(self._loop.create_task(self._serve(listening)))
 
     def _accept(self, listening: socket.socket) -> None:

@@ -7,7 +7,7 @@ after reading.
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -23,7 +23,7 @@ MAX_DEPTH = 16
 
 # cbor2 does not say where the item that it read ended. It is read as the first of two, the second being one that nobody
 # can guess: only if that follows at once had the data no tail.
-_PAIR, _END = b"\x82", secrets.token_bytes(16)
+_PAIR, _END = b"\x82", os.urandom(16)
 _CBOR_END = cbor2.dumps(_END)
 _UNREADABLE = (cbor2.CBORError, ValueError, TypeError, OverflowError, RecursionError)
 

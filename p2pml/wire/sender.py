@@ -247,12 +247,14 @@ class Sender:
 
     # ------------------------------------------------------------------------------------------------------- output
 
+    def pull_batch(self, out: list[Any]) -> None:
+        """Append the small messages that were put together by `send_small`."""
+        out += self.batch
+        self.batch.clear()
+        self._batched = 0
+
     def pull(self, out: list[Any]) -> None:
-        """Append the next batch of small frames, or one large frame."""
-        if self.batch:
-            out += self.batch
-            self.batch.clear()
-            self._batched = 0
+        """Append the next frames of queued messages: a batch of small ones, or one large."""
         size = 0
         while self.busy and size < BATCH:
             channel = choose(self.busy, self.link)

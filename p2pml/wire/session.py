@@ -342,6 +342,9 @@ class Session:
         """
         out: list[bytes | memoryview] = []
         shared = self.shared
+        if self.sender.batch:
+            # Before the control frames: an offer among them introduces a message that comes after these.
+            self.sender.pull_batch(out)
         if shared.control or shared.dirty or self._pong is not None:
             self._pull_control(out)
         if shared.open:

@@ -122,6 +122,16 @@ class Accumulator:
         self._require_usable(index, self.views[index], received=True)
         self._count(index, weight)
 
+    def store(self, index: int, data: Array | None, weight: float) -> None:
+        """Put in a segment of the result, in place of what is there; None if it was received there.
+
+        Raises `Unusable`.
+        """
+        if data is not None:
+            np.copyto(self.views[index], data)
+        self._require_usable(index, self.views[index], received=True)
+        self.weights[index], self.empty[index] = weight, False
+
     @_quiet
     def finish(self, index: int) -> None:
         """At the root: make the weighted mean of what was added up. Raises `Unusable` if all weights are zero."""

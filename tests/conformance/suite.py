@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from itertools import count, pairwise
 from typing import Any
 
@@ -20,88 +20,16 @@ import pytest
 
 from p2pml.address import Address, end_address
 from p2pml.errors import AddressInUse, TransportError
-from p2pml.transport import Listener, Transport
+from p2pml.transport import Transport
+from tests.conformance.ground import MIB, TICKS, Ground, fill, stop_reading
 from tests.conformance.recorder import Recorder
 
-KIB, MIB = 1024, 1024 * 1024
+KIB = 1024
 SIZES = [1, 2, 1000, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 256 * KIB + 1, MIB, 8 * MIB]
-TICKS = range(16)  # turns of the event loop after which something is cut short; a dial takes fewer
 CALLBACKS = ["connection_made", "get_buffer", "buffer_updated", "pause_writing", "resume_writing", "eof_received"]
 # uvloop crashes when a pipe is ended inside get_buffer, and asyncio would call connection_lost twice when it is inside
 # resume_writing: there a protocol puts it off by one turn of the loop.
 DEFERRED = {"get_buffer", "resume_writing"}
-
-Make = Callable[[], Recorder]
-
-
-class Ground:
-    """Listens and dials for a test, and in the end sees that everything is over and was done by the rules."""
-
-    def __init__(self, transport: Transport, place: Address) -> None:
-        self.transport = transport
-        self.place = place
-        self.recorders: list[Recorder] = []
-        self.accepted: asyncio.Queue[Recorder] = asyncio.Queue()
-        self.listeners: list[Listener] = []
-
-    async def listen(self, make: Make = Recorder, place: Address | None = None) -> Address:
-        """Listen, and give the first address to dial."""
-        listener = await self.transport.listen(place or self.place, lambda: self._accept(make()))
-        self.listeners.append(listener)
-        return listener.addresses[0]
-
-    def _accept(self, recorder: Recorder) -> Recorder:
-        self.recorders.append(recorder)
-        self.accepted.put_nowait(recorder)
-        return recorder
-
-    async def dial(self, address: Address, recorder: Recorder | None = None) -> Recorder:
-        recorder = recorder or Recorder()
-        self.recorders.append(recorder)
-        assert await self.transport.dial(address, lambda: recorder) is recorder
-        assert recorder.connected, "connection_made comes before dial returns"
-        return recorder
-
-    async def next_accepted(self) -> Recorder:
-        recorder = await self.accepted.get()
-        await recorder.until(lambda recorder: recorder.connected)
-        return recorder
-
-    async def pair(self, near: Recorder | None = None, far: Make = Recorder) -> tuple[Recorder, Recorder]:
-        """Both ends of a fresh pipe."""
-        address = await self.listen(far)
-        return await self.dial(address, near), await self.next_accepted()
-
-    async def end(self) -> None:
-        for listener in self.listeners:
-            await listener.close()
-        met = [recorder for recorder in self.recorders if recorder.connected]
-        for recorder in met:
-            if not recorder.lost:  # asyncio fails at an abort after some connection_lost
-                recorder.pipe.abort()
-        for recorder in met:
-            await recorder.until(lambda recorder: recorder.lost)
-        for _ in TICKS:  # a second connection_lost would come now
-            await asyncio.sleep(0)
-        assert [recorder.faults for recorder in self.recorders if recorder.faults] == []
-        assert all(recorder.calls.count("connection_lost") == 1 for recorder in met)
-
-
-async def stop_reading(end: Recorder) -> None:
-    """Pause, and let a delivery that was under way already come first."""
-    end.pipe.pause_reading()
-    await asyncio.sleep(0)
-
-
-async def fill(near: Recorder, piece: bytes) -> int:
-    """Write until the pipe holds no more; returns the number of bytes."""
-    written = 0
-    while not near.writing_paused:
-        near.pipe.write(piece)
-        written += len(piece)
-        assert written < 256 * MIB, "there is no back-pressure"
-        await asyncio.sleep(0)
-    return written
 
 
 class TransportSuite:
@@ -257,6 +185,17 @@ class TransportSuite:
         assert near.calls[-2:] == ["eof_received", "connection_lost"]
         assert near.cause is far.cause is None
 
+    async def test_close_after_half_close_is_no_second_end(self, ground: Ground) -> None:
+        near, far = await ground.pair(far=lambda: Recorder(keep_open=True))
+        if not near.pipe.can_write_eof():
+            pytest.skip("it has no half-close")
+        near.pipe.write_eof()
+        await far.until(lambda far: far.eof)
+        near.pipe.close()
+        await near.until(lambda near: near.lost)
+        far.pipe.close()
+        await far.until(lambda far: far.lost)
+
     async def test_close_delivers_what_was_written(self, ground: Ground) -> None:
         near, far = await ground.pair()
         await stop_reading(far)
@@ -314,10 +253,13 @@ class TransportSuite:
         await near.until(lambda near: near.lost)
         await far.until(lambda far: far.lost)
 
+    @pytest.mark.parametrize("reading", [True, False])
     @pytest.mark.parametrize("ending", ["abort", "close"])
-    async def test_the_writer_learns_that_the_reader_has_gone(self, ground: Ground, ending: str) -> None:
+    async def test_the_writer_learns_that_the_reader_has_gone(self, ground: Ground, ending: str, reading: bool) -> None:
         near, far = await ground.pair()
         await stop_reading(far)
+        if not reading:
+            await stop_reading(near)
         await fill(near, bytes(64 * KIB))
         getattr(far.pipe, ending)()
         await near.until(lambda near: near.lost)

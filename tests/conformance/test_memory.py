@@ -8,8 +8,9 @@ from p2pml.address import Address
 from p2pml.errors import TransportError
 from p2pml.transport import Transport, transport_for
 from p2pml.transports.memory import SOCKET_BUFFER, MemoryTransport
+from tests.conformance.ground import Ground, fill, stop_reading
 from tests.conformance.recorder import Recorder
-from tests.conformance.suite import Ground, TransportSuite, stop_reading
+from tests.conformance.suite import TransportSuite
 
 PLACE = Address.parse("memory://conformance")
 
@@ -38,6 +39,24 @@ class TestMemory(TransportSuite):
         near.pipe.write(b"x")
         await far.until(lambda far: far.lost)
         assert "empty buffer" in str(faults[0])
+
+    async def test_aborting_when_asked_for_a_buffer(self, ground: Ground) -> None:
+        near, far = await ground.pair(far=lambda: Recorder(hooks={"get_buffer": lambda end: end.pipe.abort()}))
+        near.pipe.write(b"x")
+        await far.until(lambda far: far.lost)
+        assert far.calls == ["connection_made", "connection_lost"]
+
+    async def test_closing_both_ends_that_no_longer_read(self, ground: Ground) -> None:
+        ends = await ground.pair()
+        for end in ends:
+            await stop_reading(end)
+        for end in ends:
+            await fill(end, bytes(SOCKET_BUFFER))
+        for end in ends:
+            end.pipe.close()
+        for end in ends:
+            await end.until(lambda end: end.lost)
+            assert isinstance(end.cause, ConnectionResetError)
 
     async def test_writing_to_an_end_that_is_gone(self, ground: Ground) -> None:
         near, far = await ground.pair(Recorder(keep_open=True))

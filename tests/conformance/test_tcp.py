@@ -16,8 +16,9 @@ from p2pml.errors import AddressInUse, TransportError
 from p2pml.transport import Transport, transport_for
 from p2pml.transports import tcp
 from p2pml.transports.tcp import TcpTransport
+from tests.conformance.ground import TICKS, Ground
 from tests.conformance.recorder import Recorder
-from tests.conformance.suite import TICKS, Ground, TransportSuite
+from tests.conformance.suite import TransportSuite
 
 
 def _has_ipv6() -> bool:
@@ -321,19 +322,18 @@ async def test_a_dialer_that_is_gone_before_it_is_served(ground: Ground) -> None
 
 
 @pytest.mark.one_loop
-@pytest.mark.parametrize("ticks", TICKS)
-async def test_a_loop_without_add_reader(ground: Ground, monkeypatch: pytest.MonkeyPatch, ticks: int) -> None:
+@pytest.mark.parametrize("sent", [0, 1, 10])
+async def test_a_loop_without_add_reader(ground: Ground, monkeypatch: pytest.MonkeyPatch, sent: int) -> None:
     def absent(*arguments: Any) -> None:
         raise NotImplementedError
 
     monkeypatch.setattr(asyncio.get_running_loop(), "add_reader", absent)
     address = await ground.listen(lambda: Recorder(echo=True))
-    if not ticks:
-        return
-    near = await ground.dial(address)
-    for _ in range(ticks):
-        await near.send(b"x")
-    await near.has(ticks)
+    if sent:  # otherwise the listener is closed before it began
+        near = await ground.dial(address)
+        for _ in range(sent):
+            await near.send(b"x")
+        await near.has(sent)
     await ground.listeners[0].close()
     with pytest.raises(TransportError):
         await ground.dial(address)

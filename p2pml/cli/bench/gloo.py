@@ -22,20 +22,21 @@ class GlooReducer(Reducer):
 
     async def listen(self) -> str:
         import torch
-        from torch import distributed
+        from torch.distributed import TCPStore  # type: ignore[attr-defined] # it is public, but not declared so
 
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
         if self.rank:
             return ""
-        self._store = distributed.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
         return str(self._store.port)
 
     async def join(self, addresses: Sequence[str]) -> None:
         from torch import distributed
+        from torch.distributed import TCPStore  # type: ignore[attr-defined] # it is public, but not declared so
 
         if self.rank:
-            self._store = distributed.TCPStore("127.0.0.1", int(addresses[0]), self.size, is_master=False)
+            self._store = TCPStore("127.0.0.1", int(addresses[0]), self.size, is_master=False)
         limit = timedelta(seconds=CALL_SECONDS)
         distributed.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
         self.resources.callback(distributed.destroy_process_group)

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from p2pml.errors import P2PMLError
+from p2pml.loops import new_event_loop
 
 START_SECONDS = 90.0
 """How long workers may take to start, import what they need and connect. (torch alone: seconds for each on a busy machine.)"""
@@ -68,14 +69,6 @@ class Member(ABC):
         return f"not installed: {', '.join(lacking)}" if lacking else None
 
 
-def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
-    """The maker of an event loop by its name in `LOOPS`."""
-    if name == "uvloop":
-        factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
-        return factory
-    return asyncio.new_event_loop
-
-
 def installed_loops() -> list[str]:
     """The loops that this machine has, the fastest last."""
     return [name for name in LOOPS if find_spec(name) is not None]
@@ -85,7 +78,13 @@ class Group:
     """`size` worker processes, each with a member made by ``member(rank, size, **options)``, a class in an importable module."""
 
     def __init__(
-        self, name: str, member: type[Member], size: int, *, loop: str = "asyncio", options: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        member: type[Member],
+        size: int,
+        *,
+        loop: str = "asyncio",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
         self._made_by = (f"{member.__module__}:{member.__qualname__}", loop, dict(options or {}))
@@ -101,7 +100,9 @@ class Group:
                 ours, theirs = context.Pipe()
                 self._controls.append(ours)
                 # Not a daemon in the sense of multiprocessing, which could not have children of its own (hivemind's do).
-                worker = context.Process(target=_work, args=(theirs, rank, self._size, *self._made_by), name=f"{self.name}-{rank}")
+                worker = context.Process(
+                    target=_work, args=(theirs, rank, self._size, *self._made_by), name=f"{self.name}-{rank}"
+                )
                 worker.start()
                 self._workers.append(worker)
                 theirs.close()
@@ -112,11 +113,23 @@ class Group:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stop(STOP_SECONDS if error is None else 0.0)
 
     def call(self, method: str, *arguments: Any, timeout: float = CALL_SECONDS) -> list[Any]:
-        """Run a coroutine of the members in all workers at once; returns the results by rank. Raises `ContestantFailed`."""
+        """Run a coroutine of the members in all workers at once; returns the results by rank.
+
+        Raises `ContestantFailed`, after which the workers are gone: what one left behind must not disturb the others' turns.
+        """
+        try:
+            return self._call(method, arguments, timeout)
+        except ContestantFailed:
+            self._stop(0.0)
+            raise
+
+    def _call(self, method: str, arguments: Sequence[Any], timeout: float) -> list[Any]:
         for rank, control in enumerate(self._controls):
             try:
                 control.send((method, arguments))
@@ -126,13 +139,13 @@ class Group:
         deadline = time.monotonic() + timeout
         while len(results) < self._size:
             pending = {control: rank for rank, control in enumerate(self._controls) if rank not in results}
-            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            ready = set(wait(list(pending), max(0.0, deadline - time.monotonic())))
             if not ready:
                 late = ", ".join(str(rank) for rank in pending.values())
                 raise ContestantFailed(f"{self.name}: no answer to '{method}' from worker {late} within {timeout:g} s")
-            for control in ready:
-                assert isinstance(control, Connection)
-                rank = pending[control]
+            for control, rank in pending.items():
+                if control not in ready:
+                    continue
                 try:
                     good, value = control.recv()
                 except (EOFError, OSError):
@@ -173,7 +186,7 @@ def _work(control: Connection, rank: int, size: int, member: str, loop: str, opt
         os.setpgrp()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     module, _, name = member.partition(":")
-    with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
+    with asyncio.Runner(loop_factory=lambda: new_event_loop(loop)) as runner:
         runner.run(_serve(control, lambda: getattr(importlib.import_module(module), name)(rank, size, **options)))
 
 

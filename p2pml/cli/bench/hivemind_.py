@@ -17,7 +17,10 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 class HivemindReducer(Reducer):
-    """`DecentralizedAverager.step`, matchmaking included; a full group starts at once."""
+    """`DecentralizedAverager.step`, matchmaking included; a full group starts at once.
+
+    Its memory is measured in this process only, not in those that hivemind starts.
+    """
 
     needs = {"hivemind": "pip install hivemind"}
 

@@ -152,9 +152,7 @@ def _round(group: Group, end: type[End], settings: Settings) -> dict[str, float]
 
 def medians(figures: Figures) -> dict[str, dict[str, float]]:
     """Contestant -> measure -> median over the rounds."""
-    return {
-        name: {key: statistics.median(values) for key, values in kept.items()} for name, kept in figures.items()
-    }
+    return {name: {key: statistics.median(values) for key, values in kept.items()} for name, kept in figures.items()}
 
 
 def compare(middle: Mapping[str, Mapping[str, float]], loops: Sequence[str]) -> dict[str, dict[str, float | None]]:
@@ -229,7 +227,7 @@ def _show(
         [name, *(f"{kept[key] * scale:,.{digits}f}" if key in kept else "-" for key, scale, digits in units), ""]
         for name, kept in middle.items()
     ]
-    absent = {**outcome.unavailable, **{name: "failed, see below" for name in outcome.failed}}
+    absent = {**outcome.unavailable, **dict.fromkeys(outcome.failed, "failed, see below")}
     rows += [[name, *["-"] * len(units), reason] for name, reason in absent.items()]
     size = f"{settings.tensor_bytes / 1e6:.4g} MB"
     report.show(
@@ -269,7 +267,9 @@ def add_parser(subparsers: Any) -> None:
         epilog=report.EXIT_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", type=_families, default=list(FAMILIES), metavar="A,B", help=f"of: {', '.join(FAMILIES)}")
+    parser.add_argument(
+        "--only", type=_families, default=list(FAMILIES), metavar="A,B", help=f"of: {', '.join(FAMILIES)}"
+    )
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds to take the median of (default 5)")
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: to see that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE as well")

@@ -34,11 +34,13 @@ class PeakMemory:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.method == "polled":
             self._ended.set()
             self._thread.join()
-            self.extra = self._peak - self._before
+            self.extra = max(self._peak, _resident()) - self._before
         else:
             self.extra = _status("VmHWM") - self._before
 

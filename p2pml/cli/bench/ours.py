@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from p2pml.cli.bench.ends import End
 from p2pml.node import Inbox, Node, Peer
-from p2pml.statemachine import ChannelOptions
 from p2pml.wire.codec import Head, Tensor, TensorLike, message
+from p2pml.wire.options import ChannelOptions
 
 if TYPE_CHECKING:
     from p2pml.cli.bench.ends import Array
@@ -97,7 +97,8 @@ class NodeEnd(End):
         return await _receive(self._fresh)
 
 
-async def _receive(inbox: Inbox) -> Any:
+async def _receive(inbox: Inbox) -> Array:
     bulk: Bulk = (await inbox.receive())[1]
     assert isinstance(bulk.values, Tensor)
-    return bulk.values.numpy()
+    values: Array = bulk.values.numpy()
+    return values

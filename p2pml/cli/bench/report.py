@@ -61,7 +61,7 @@ def machine() -> dict[str, Any]:
     """The facts about this machine without which figures say little."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    packages = {}
+    packages: dict[str, str | None] = {}
     for name in ("uvloop", "numpy", "pyzmq", "websockets", "torch", "hivemind"):
         try:
             packages[name] = version(name)
@@ -115,7 +115,8 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     print(f"\n{title}")
     for row in (columns, *rows):
-        cells = [cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        first, *others = zip(row, widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
         print("  ".join(cells).rstrip())
 
 

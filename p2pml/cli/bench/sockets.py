@@ -38,11 +38,11 @@ class SocketEnd(End):
 
     async def send_tensor(self, tensor: Array) -> None:
         self._socket.sendall(LENGTH.pack(tensor.nbytes))
-        self._socket.sendall(memoryview(tensor).cast("B"))
+        self._socket.sendall(tensor.data.cast("B"))
 
     async def receive_tensor(self) -> Array:
         length = self._take_length()
-        memory = memoryview(self.target).cast("B")[:length]
+        memory = self.target.data.cast("B")[:length]
         at = min(len(self._received), length)
         memory[:at] = self._take(at)
         while at < length:

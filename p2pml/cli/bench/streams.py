@@ -41,7 +41,7 @@ class StreamEnd(End):
 
     async def send_tensor(self, tensor: Array) -> None:
         self._writer.write(LENGTH.pack(tensor.nbytes))
-        self._writer.write(memoryview(tensor).cast("B"))
+        self._writer.write(tensor.data.cast("B"))
         await self._writer.drain()
 
     async def receive_tensor(self) -> Array:

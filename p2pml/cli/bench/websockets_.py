@@ -32,8 +32,8 @@ class WebSocketEnd(End):
             self._accepted.set_result(connection)
             await connection.wait_closed()
 
-        server = await serve(accept, "127.0.0.1", 0, compression=None, max_size=None, ping_interval=None)
-        await self.resources.enter_async_context(server)
+        serving = serve(accept, "127.0.0.1", 0, compression=None, max_size=None, ping_interval=None)
+        server = await self.resources.enter_async_context(serving)
         return f"ws://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
 
     async def join(self, addresses: Sequence[str]) -> None:
@@ -52,7 +52,7 @@ class WebSocketEnd(End):
         return await self._connection.recv(decode=False)
 
     async def send_tensor(self, tensor: Array) -> None:
-        await self._connection.send(memoryview(tensor).cast("B"))
+        await self._connection.send(tensor.data.cast("B"))
 
     async def receive_tensor(self) -> Array:
         import numpy as np

@@ -35,7 +35,7 @@ class ZmqEnd(End):
         return self._socket.recv()
 
     async def send_tensor(self, tensor: Array) -> None:
-        self._socket.send(memoryview(tensor).cast("B"), copy=False)
+        self._socket.send(tensor.data.cast("B"), copy=False)
 
     async def receive_tensor(self) -> Array:
         import numpy as np
