@@ -234,11 +234,11 @@ class Link(asyncio.BufferedProtocol):
             self._corked = True
             for piece in self.session.pull():
                 transport.write(piece)
-            if transport.can_write_eof() and not transport.is_closing():
+            if transport.can_write_eof():
                 transport.write_eof()
-                self._linger = self._loop.call_later(LINGER, transport.abort)
             else:
-                transport.close()
+                self._loop.call_soon(self._close_pipe)
+            self._linger = self._loop.call_later(LINGER, self._drop)
         self._owner.closed(self, event.error, event.orderly)
 
     def close(self, reason: str = "closed") -> None:
@@ -261,9 +261,17 @@ class Link(asyncio.BufferedProtocol):
     def abort(self, reason: str) -> None:
         """Drop the connection at once."""
         self.session.lost(LinkClosed(reason))
+        self._dispatch()
+        # Not at once: this may be inside a callback in which the loop does not bear it.
+        self._loop.call_soon(self._drop)
+
+    def _close_pipe(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+    def _drop(self) -> None:
         if self.transport is not None:
             self.transport.abort()
-        self._dispatch()
 
     # -------------------------------------------------------------------------------------------------------- time
 

@@ -7,13 +7,16 @@ Everything that makes a link good (channels, credits, heartbeats, identity) is a
 Rules that the conformance suite (tests/conformance) holds every transport to:
 
 * bytes arrive complete, in order, once; the receiving memory is the one that `get_buffer` returned, always used as a
-  memoryview; an empty buffer is never asked for;
+  memoryview; `get_buffer` may be called again with nothing received in between;
 * `pause_writing` is called, from within `write` if need be, as soon as more than the high-water mark is buffered, and
   `resume_writing` when it is drained; with a mark of 0, `resume_writing` means that the memory given to `write` is free;
 * `eof_received` or `connection_lost` follow every end of the other side, `connection_lost` exactly once, also after
-  `close` (flushes what was written) and `abort` (drops it at once, safe anywhere);
-* `get_extra_info('peername_address')` and `('sockname_address')` give p2pml addresses as strings;
+  `close` (flushes what was written, as long as the other side reads) and `abort` (drops it at once);
+* ``get_extra_info('peername')`` and ``('sockname')`` give a socket tuple or the text of an address, for `end_address`;
 * every failure to dial or to listen is a `TransportError` that names the address and the cause.
+
+And what a user of a pipe must respect, as the event loops do not forgive it: no `close`, `abort` or `pause_reading` from
+within `get_buffer` or `resume_writing`, and nothing at all on a pipe after `connection_lost`.
 """
 
 from __future__ import annotations
