@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, cast
@@ -18,7 +19,8 @@ from p2pml.errors import LinkClosed, MessageError, P2PMLError
 from p2pml.wire import codec, compression, events
 from p2pml.wire.incoming import unpack
 from p2pml.wire.options import ChannelOptions
-from p2pml.wire.outgoing import Outgoing
+from p2pml.wire.outgoing import Outgoing, State
+from p2pml.wire.sender import BATCH
 from p2pml.wire.session import Session
 
 SMALL = 1 << 13
@@ -31,16 +33,18 @@ LINGER = 2.0
 
 
 class Owner(Protocol):
-    """Who is told about a link: the node."""
+    """Who is told about a link: the node.
+
+    sinks: for each channel what takes its messages, as ``sink(peer, arrived)``; it must see to `Link.consumed`.
+    """
+
+    sinks: dict[str, Callable[[Any, events.Arrived], None]]
 
     def said_hello(self, link: Link, hello: events.Hello) -> None:
         """Call `Session.accept` or `refuse`."""
 
     def opened(self, link: Link) -> None:
         """Messages may flow."""
-
-    def arrived(self, link: Link, arrived: events.Arrived) -> None:
-        """A message; give its credit back by `Link.consumed`."""
 
     def channels_changed(self, link: Link) -> None:
         """The peer opened channels or changed its meta."""
@@ -70,6 +74,34 @@ class Ticket:
         """The message will not arrive."""
 
 
+@dataclass(slots=True)
+class _Parcel:
+    """A message that is to be compressed, or waits behind such a one."""
+
+    encoded: codec.Encoded
+    wanted: str
+    ticket: Ticket | None
+    key: str | None
+    tracked: bool
+
+    def fail(self, error: P2PMLError) -> None:
+        if self.ticket is not None:
+            self.ticket.failed(error)
+
+
+def as_encoded(message: Any) -> codec.Encoded:
+    """A message ready for the wire: an object of a `codec.message` class, or bytes, which have no head. Raises `MessageError`."""
+    if isinstance(message, codec.Encoded):
+        return message
+    if not isinstance(message, (bytes, bytearray, memoryview)):
+        return codec.encode(message)
+    try:
+        view = memoryview(message).cast("B")
+    except (TypeError, ValueError) as error:
+        raise MessageError(f"a message given as memory must be contiguous and of plain numbers ({error})") from None
+    return codec.Encoded(b"", [view] if len(view) else [], [])
+
+
 class Link(asyncio.BufferedProtocol):
     """The asyncio side of one session."""
 
@@ -83,14 +115,17 @@ class Link(asyncio.BufferedProtocol):
         self.peer: Any = None
         self.finished: asyncio.Future[None] = loop.create_future()
         self.error: P2PMLError | None = None
+        # asyncio before 3.12 joins what it is given into a copy; a second call into the system is cheaper than that.
+        self._gathers = sys.version_info >= (3, 12) or type(loop).__module__.startswith("uvloop")
         self._paused = False
         self._corked = False
+        self._dispatching = False
         self._written: list[Outgoing] = []
         self._drains: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._linger: asyncio.TimerHandle | None = None
-        self.packing: dict[str, deque[tuple[Any, str, Any, str | None, bool]]] = {}
+        self._packing: dict[str, deque[_Parcel]] = {}
         self._unpacking: dict[str, deque[events.Arrived]] = {}
         self._chooser = compression.Chooser()
 
@@ -101,6 +136,8 @@ class Link(asyncio.BufferedProtocol):
         self.transport = transport
         transport.set_write_buffer_limits(high=0)
         self._tick()
+        if self.error is not None and self._linger is None:  # closed before there was a pipe to say goodbye on
+            self._loop.call_soon(self._drop)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self.session.get_buffer()
@@ -130,15 +167,15 @@ class Link(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         reason = f"the connection broke: {exc}" if exc else "the connection was closed"
-        self.session.lost(LinkClosed(reason))
         self.transport = None
         for handle in (self._timer, self._linger):
             if handle is not None:
                 handle.cancel()
-        for outgoing in self._written:
-            _tell_sent(outgoing)
-        self._written.clear()
+        self.session.lost(LinkClosed(reason))
         self._dispatch()
+        for outgoing in self._written:  # their last bytes got as far as the transport's buffer
+            outgoing.state = State.FAILED
+        self._settle_written()
         if not self.finished.done():
             self.finished.set_result(None)
 
@@ -159,20 +196,23 @@ class Link(asyncio.BufferedProtocol):
         transport, session = self.transport, self.session
         if transport is None:
             return
-        while not self._paused:
-            pieces = session.pull()
-            if not pieces:
-                break
-            for piece in pieces:
-                transport.write(piece)
-            if session.sender.sent:
-                self._written += session.take_sent()
-                if not self._paused:
-                    self._settle_written()
+        while not self._paused and self._write(transport):
+            if self._written and not self._paused:
+                self._settle_written()
         if session.events:
             self._dispatch()
         if self._drains:
             self._wake_drains()
+
+    def _write(self, transport: asyncio.Transport) -> bool:
+        """Hand the transport what the session gives at once; false if that was nothing."""
+        session = self.session
+        pieces = session.pull()
+        for piece in pieces:
+            transport.write(piece)
+        if session.sender.sent:
+            self._written += session.take_sent()
+        return bool(pieces)
 
     def _wake_drains(self) -> None:
         drains, self._drains = self._drains, []
@@ -183,15 +223,36 @@ class Link(asyncio.BufferedProtocol):
     def _settle_written(self) -> None:
         written, self._written = self._written, []
         for outgoing in written:
-            _tell_sent(outgoing)
+            outgoing.release()
+            if outgoing.owner is None:
+                continue
+            if outgoing.state is State.FAILED:
+                outgoing.owner.failed(self._why_closed())
+            else:
+                outgoing.owner.sent()
 
     # ------------------------------------------------------------------------------------------------------ events
 
     def _dispatch(self) -> None:
-        session = self.session
+        """Tell the events, in order. What comes up meanwhile, as when a handler closes the link, is told after the others."""
+        if self._dispatching:
+            return
+        session, sinks, self._dispatching = self.session, self._owner.sinks, True
         while session.events:
             for event in session.take_events():
-                self._handle(event)
+                try:
+                    if type(event) is events.Arrived and event.packed is None and not self._unpacking:
+                        sinks[event.channel](self.peer, event)
+                    else:
+                        self._handle(event)
+                except Exception as error:
+                    self._fail(error)
+        self._dispatching = False
+
+    def _fail(self, error: Exception) -> None:
+        """A handler raised. Its message's credit may be lost, and what it was to do is not done: the link can't go on."""
+        logger.error("the link to %s is closed, as a handler of what it brought failed", self.session.peer, exc_info=error)
+        self.session.close(f"it failed here: {type(error).__name__}")
 
     def _handle(self, event: Any) -> None:
         kind = type(event)
@@ -199,14 +260,16 @@ class Link(asyncio.BufferedProtocol):
             if event.packed is not None or event.channel in self._unpacking:
                 self._unpack_later(event)
             else:
-                self._owner.arrived(self, event)
+                self._owner.sinks[event.channel](self.peer, event)
         elif kind is events.MessageDelivered:
             if event.outgoing.owner is not None:
                 event.outgoing.owner.delivered()
         elif kind is events.MessageFailed:
+            if event.outgoing in self._written and self.session.is_closed:
+                return  # told when the transport has let go of its memory
             event.outgoing.release()
             if event.outgoing.owner is not None:
-                event.outgoing.owner.failed(event.error)
+                event.outgoing.owner.failed(self._why_closed() if self.session.is_closed else event.error)
         elif kind is events.CreditAvailable:
             self._owner.credit_available(self, event.channel)
         elif kind is events.MessageDiscarded:
@@ -218,6 +281,7 @@ class Link(asyncio.BufferedProtocol):
             self.kick()
         elif kind is events.Opened:
             self._owner.opened(self)
+            self._hurry(self.session.deadline())
             self.kick()
         elif kind is events.Closed:
             self._say_goodbye(event)
@@ -225,15 +289,15 @@ class Link(asyncio.BufferedProtocol):
     def _say_goodbye(self, event: events.Closed) -> None:
         self.error = event.error
         transport = self.transport
-        for waiting in self.packing.values():
-            for _, _, owner, _, _ in waiting:
-                owner.failed(event.error)
-        self.packing.clear()
+        for waiting in self._packing.values():
+            for parcel in waiting:
+                parcel.fail(self._why_closed())
+            waiting.clear()
+        self._packing.clear()
         self._wake_drains()
         if transport is not None:
             self._corked = True
-            for piece in self.session.pull():
-                transport.write(piece)
+            self._write(transport)
             if transport.can_write_eof():
                 transport.write_eof()
             else:
@@ -242,13 +306,22 @@ class Link(asyncio.BufferedProtocol):
         self._owner.closed(self, event.error, event.orderly)
 
     def close(self, reason: str = "closed") -> None:
-        """End the session in order. `finished` is done when the transport is gone, `LINGER` seconds later at the most."""
+        """End the session in order. `finished` is done when the transport is gone, `LINGER` seconds later at the most.
+
+        Small messages that `send_now` took go out first; what waits in a queue is dropped.
+        """
+        if self.transport is not None and self.session.sender.batch:
+            self._write(self.transport)
         self.session.close(reason)
         self._dispatch()
 
+    def _why_closed(self) -> LinkClosed:
+        """What to raise where a closed link is used: one error, whatever ended it, and each time a new object."""
+        return LinkClosed(str(self.error or "the link is closed"))
+
     async def drained(self) -> None:
         """Wait until nothing is queued or half written; at once on a closed link."""
-        while not self.session.is_closed and (self.packing or self.session.wants_pull or self._written):
+        while not self.session.is_closed and (self._packing or self.session.wants_pull or self._written):
             future = self._loop.create_future()
             self._drains.append(future)
             await future
@@ -300,16 +373,22 @@ class Link(asyncio.BufferedProtocol):
 
         Raises `MessageError` for a message that cannot be encoded.
         """
-        if channel in self.packing:
+        if channel in self._packing:
             return False
-        if isinstance(message, (bytes, bytearray, memoryview)):
-            done = self.session.sender.send_small(channel, b"", memoryview(message).cast("B"))
+        sender = self.session.sender
+        if sender.batched >= BATCH:
+            self._flush()
+        if type(message) is bytes:
+            done = sender.send_small(channel, b"", message)
         else:
-            encoded = message if isinstance(message, codec.Encoded) else codec.encode(message)
-            segments = encoded.segments
-            if segments and (len(encoded.segments) > 64 or encoded.size > SMALL or self._wanted(channel) != "none"):
+            encoded = as_encoded(message)
+            head, segments = encoded.head, encoded.segments
+            if not head and segments:
+                done = sender.send_small(channel, b"", segments[0])
+            elif segments and (len(segments) > 64 or encoded.size > SMALL or self._wanted(channel) != "none"):
                 return False
-            done = self.session.sender.send_small(channel, encoded.head, b"".join(segments) if segments else b"")
+            else:
+                done = sender.send_small(channel, head, b"".join(segments) if segments else b"")
         if done:
             self.kick()
         return done
@@ -326,43 +405,54 @@ class Link(asyncio.BufferedProtocol):
         Without a ticket the caller can't know when the tensors are free. `key` drops waiting messages of the same key.
         Raises `MessageError`, `LinkClosed`.
         """
-        if key is not None:
-            self.session.sender.supersede(channel, key)
-        wanted = self._wanted(channel)
-        if channel in self.packing:
-            self.packing[channel].append((message, wanted, ticket, key, tracked))
-            return
-        if isinstance(message, (bytes, bytearray, memoryview)):
-            self._queue(channel, b"", [memoryview(message).cast("B")] if len(message) else [], ticket, key, tracked)
-            return
-        encoded = message if isinstance(message, codec.Encoded) else codec.encode(message)
-        if encoded.segments and wanted != "none" and self._codec_for(encoded, wanted) is not None:
-            self.packing[channel] = deque([(encoded, wanted, ticket, key, tracked)])
-            self._owner.spawn(self._pack(channel))
-            return
-        self._queue(channel, encoded.head, encoded.segments, ticket, key, tracked)
-
-    def take_back(self, ticket: Ticket) -> None:
-        """Cancel the message of this ticket, as far as it has not gone out."""
-        for waiting in self.packing.values():
-            for item in [item for item in waiting if item[2] is ticket]:
-                waiting.remove(item)
-        if self.session.sender.cancel(ticket):
-            self.kick()
-
-    def _queue(
-        self,
-        channel: str,
-        head: bytes,
-        segments: list[memoryview],
-        ticket: Ticket | None,
-        key: str | None,
-        tracked: bool,
-        raw: int | None = None,
-    ) -> None:
-        outgoing = Outgoing(head, segments, owner=ticket, key=key, tracked=tracked, raw=raw)
+        encoded = as_encoded(message)
         if self.session.is_closed:
-            raise self.error or LinkClosed("the link is closed")
+            raise self._why_closed()
+        parcel = _Parcel(encoded, self._wanted(channel), ticket, key, tracked)
+        waiting = self._packing.get(channel)
+        if waiting is not None:
+            for old in [old for old in waiting if key is not None and old.key == key]:
+                waiting.remove(old)
+                old.fail(MessageError("superseded by a newer message"))
+            waiting.append(parcel)
+        elif self._codec_for(parcel) is not None:
+            self._owner.spawn(self._pack(channel, parcel))
+        else:
+            self._queue(channel, parcel, encoded)
+
+    def can_send(self, channel: str, size: int) -> bool:
+        """Whether a message of this size would start at once; if not, `Owner.credit_available` follows when it is worth asking."""
+        outlet = self.session.sender.channel(channel)
+        if channel in self._packing and outlet is not None:
+            outlet.starved = True
+            return False
+        return self.session.sender.can_send(channel, size)
+
+    def waiting(self, channel: str) -> int:
+        """How many messages wait on a channel, compressed or not."""
+        outlet = self.session.sender.channel(channel)
+        return len(self._packing.get(channel, ())) + (len(outlet.queue) if outlet is not None else 0)
+
+    def take_back(self, ticket: Ticket) -> bool:
+        """Cancel the message of this ticket; false if all of it has gone out (or it has failed)."""
+        for waiting in self._packing.values():
+            for parcel in waiting:
+                if parcel.ticket is ticket:
+                    waiting.remove(parcel)
+                    return True
+        if not self.session.sender.cancel(ticket):
+            return False
+        self.kick()
+        return True
+
+    def _queue(self, channel: str, parcel: _Parcel, encoded: codec.Encoded) -> None:
+        """Queue a message, `encoded` as it is to go out: packed or not."""
+        raw = parcel.encoded.size if encoded is not parcel.encoded else None
+        outgoing = Outgoing(
+            encoded.head, encoded.segments, owner=parcel.ticket, key=parcel.key, tracked=parcel.tracked, raw=raw
+        )
+        if parcel.key is not None:
+            self.session.sender.supersede(channel, parcel.key)
         self.session.sender.send(channel, outgoing)
         if self.session.events:
             self._dispatch()
@@ -422,14 +512,14 @@ class Link(asyncio.BufferedProtocol):
             if self.session.is_closed:
                 self.consumed(arrived)
             else:
-                self._owner.arrived(self, arrived)
+                self._owner.sinks[arrived.channel](self.peer, arrived)
         del self._unpacking[channel]
 
     def consumed(self, arrived: events.Arrived) -> None:
         """Give the credit of a message back."""
         session = self.session
         session.receiver.consumed(arrived)
-        if session.shared.dirty and session.is_open:
+        if session.shared.dirty and not self._corked and session.is_open:
             self.kick()
 
     def refuse(self, arrived: events.Arrived, error: MessageError) -> None:

@@ -87,7 +87,8 @@ class Inbox:
 
     def _put(self, peer: Peer, arrived: events.Arrived) -> None:
         self._arrived.append((peer, arrived))
-        self._wake()
+        if self._waiting:
+            self._wake()
 
     def _wake(self) -> None:
         while self._waiting:
@@ -264,7 +265,7 @@ class Node:
         self._channels: dict[str, ChannelOptions] = {}
         self._preferences: dict[str, ChannelOptions] = {}
         self._inboxes: dict[str, Inbox] = {}
-        self._handlers: dict[str, Callable[[Peer, events.Arrived], None]] = {}
+        self.sinks: dict[str, Callable[[Any, events.Arrived], None]] = {}
         self._placers: dict[str, Callable[[str, codec.Head], Any]] = {}
         self._listeners: list[Listener] = []
         self._links: set[Link] = set()
@@ -359,8 +360,7 @@ class Node:
         self._channels[channel] = options or ChannelOptions()
         self._preferences.setdefault(channel, self._channels[channel])
         inbox = self._inboxes[channel] = Inbox(channel)
-        if handler is not None:
-            self._handlers[channel] = handler
+        self.sinks[channel] = inbox._put if handler is None else handler
         if place is not None:
             self._placers[channel] = place
         for link in self._links:
@@ -377,7 +377,7 @@ class Node:
 
     def close_channel(self, channel: str) -> None:
         """Take what still comes on a channel, and drop it. The name stays taken for the life of the node's links."""
-        self._handlers[channel] = lambda peer, arrived: peer.link.consumed(arrived)
+        self.sinks[channel] = lambda peer, arrived: peer.link.consumed(arrived)
         self._placers.pop(channel, None)
 
     def channel(self, name: str) -> Inbox:
@@ -555,14 +555,6 @@ class Node:
         if future is not None and not future.done():
             future.set_result(peer)
         self._tell("joined", peer)
-
-    def arrived(self, link: Link, arrived: events.Arrived) -> None:
-        peer: Peer = link.peer
-        handler = self._handlers.get(arrived.channel)
-        if handler is not None:
-            handler(peer, arrived)
-        else:
-            self._inboxes[arrived.channel]._put(peer, arrived)
 
     def channels_changed(self, link: Link) -> None:
         if link.peer is not None:

@@ -1,12 +1,12 @@
 """Runs several state machines in memory, in virtual time, in an order drawn from a seed.
 
-A `Cluster` is to machines what `p2pml.host` is on real links, without the links: every step one thing happens, chosen at
-random among all that may happen next. Messages keep their order only within (sender, receiver, channel), computations
-only within a lane, and a peer's own events among themselves, so a seed is one of the interleavings that a network allows,
-and the same seed is always the same one::
+A `Cluster` is to machines what `p2pml.host` is on real links. Every step, one thing happens, chosen at random among all
+that may happen next: messages keep their order only within (sender, receiver, channel), computations within a lane, and a
+peer's own events among themselves. So a seed stands for one of the orders that a network allows, always the same one::
 
     cluster = Cluster({"a": PingPong(), "b": PingPong()}, seed=1)
-    cluster.run(until=lambda: cluster.finished("a"))
+    cluster.run(until=lambda: cluster.finished("a", "b"))
+    assert cluster.result("a") == 10
 """
 
 from __future__ import annotations
@@ -15,129 +15,316 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
-from zlib import crc32
+from functools import partial
+from typing import Any
 
 from p2pml import statemachine as sm
-from p2pml.errors import MachineFailed, MessageError
-from p2pml.wire import codec
-from p2pml.wire.options import ChannelOptions
+from p2pml.errors import LinkClosed, MachineFailed
+from tests.driver_links import Memory, MemoryReused, Parcel, Way
+from tests.driver_peers import Answer, Lane, Peer, show
 
-GOODBYE = 1.0
-"""Seconds in which messages of a finished machine may still wait for credit."""
-Memory = Literal["checked", "late", "early"]
-CLOSED = ChannelOptions(messages=0)
+__all__ = ["Answer", "Cluster", "MemoryReused", "Stuck"]
 
 
 class Stuck(AssertionError):
-    """Nothing can happen any more, or too much did, before what `Cluster.run` waited for."""
+    """`Cluster.run` ran out of events, or of steps, before what it waited for."""
 
 
-class MemoryReused(AssertionError):
-    """A tensor changed between its `Send` and the driver's `Sent`."""
+class Cluster:
+    """Machines by peer id, and the links between them.
 
+    links: pairs of peers that are linked at the start (default: all). Only machines of equal `name` see each other.
+    wire: send messages through the codec, so that received tensors are `p2pml.wire.tensors.Tensor` in other memory.
+    memory: when the sender's memory is read: at the `Send` ('early'), when the message arrives ('late'), or late with
+        `MemoryReused` raised if it has changed ('checked').
+    tick: the most that a step takes, in seconds. pace: of a peer, the seconds for a `Compute` of cost 1; else it may be
+        done at once. tolerant: a machine that fails is told to its peers only; else `step` raises its `MachineFailed`.
+    """
 
-@dataclass
-class Answer:
-    """What a `Command` will be answered with."""
+    def __init__(
+        self,
+        machines: Mapping[str, sm.StateMachine],
+        seed: int,
+        *,
+        links: Iterable[tuple[str, str]] | None = None,
+        wire: bool = True,
+        memory: Memory = "checked",
+        tick: float = 1e-3,
+        pace: Mapping[str, float] | None = None,
+        tolerant: bool = False,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.steps = 0
+        self.trace: deque[str] = deque(maxlen=60)
+        self.reports: dict[str, list[sm.Report]] = {}
+        self.pace = dict(pace or {})
+        self._wire, self._memory, self._tick, self._tolerant = wire, memory, tick, tolerant
+        self._peers: dict[str, Peer] = {}
+        self._ways: dict[tuple[str, str], Way] = {}
+        self._may: list[Callable[[], bool]] = []  # what may happen next; what then cannot is taken out
+        self._awake: set[Callable[[], bool]] = set()  # the same, to look up only: its order depends on addresses
+        self._due: list[tuple[float, int]] = []  # when, and the number of what is called then
+        self._calls: dict[int, Callable[[], bool]] = {}
+        self._count = 0
+        for name, machine in machines.items():
+            self._start(name, machine)
+        names = list(machines)
+        for a, b in [(a, b) for a in names for b in names if a < b] if links is None else links:
+            self.link(a, b)
 
-    done: bool = False
-    value: Any = None
+    # ---------------------------------------------------------------------------------------------- for tests
 
-    def result(self) -> Any:
-        """The value of the `Reply`; raises it if it is an exception, `LookupError` if there is none yet."""
-        if not self.done:
-            raise LookupError("no Reply yet")
-        if isinstance(self.value, BaseException):
-            raise self.value
-        return self.value
+    def step(self) -> bool:
+        """Let one thing happen; false if nothing can."""
+        self.now += self.rng.random() * self._tick
+        while True:
+            while self._due and (self._due[0][0] <= self.now or not self._may):
+                due, number = heapq.heappop(self._due)
+                if self._calls.pop(number)():
+                    self.now = max(self.now, due)
+            if not self._may:
+                return False
+            index = self.rng.randrange(len(self._may))
+            action = self._may[index]
+            try:
+                if action():
+                    self.steps += 1
+                    return True
+            except (AssertionError, MachineFailed) as error:
+                error.add_note(self.story())
+                raise
+            self._may[index] = self._may[-1]
+            self._may.pop()
+            self._awake.discard(action)
 
+    def run(self, until: Callable[[], bool] | None = None, max_steps: int = 100_000) -> None:
+        """Step until `until()` is true, or without it until nothing can happen. Raises `Stuck`, with what happened last."""
+        for _ in range(max_steps):
+            if until is not None and until():
+                return
+            if not self.step():
+                if until is None:
+                    return
+                raise Stuck(f"nothing can happen any more\n{self.story()}")
+        if until is None or not until():
+            raise Stuck(f"not done after {max_steps} steps\n{self.story()}")
 
-class _Parcel:
-    """One message under way."""
+    def finished(self, *names: str) -> bool:
+        """Whether all these machines, or all that live, have finished."""
+        return all(self._peers[name].machine.finished for name in names or self.alive)
 
-    def __init__(self, send: sm.Send, wire: bool, memory: Memory) -> None:
-        self.send, self.message, self.tag, self.memory = send, send.message, send.tag, memory
-        self.buffers: list[memoryview] = []
-        self.encoded = codec.encode(send.message) if wire else None
-        if self.encoded is not None:
-            if memory == "early":
-                self.encoded.segments = [memoryview(bytes(segment)) for segment in self.encoded.segments]
-            self.checksum = self._checksum()
-
-    def _checksum(self) -> int:
-        assert self.encoded is not None
-        return crc32(b"".join(self.encoded.segments)) if self.memory == "checked" else 0
-
-    def place(self, receiver: _Peer, placed: bool, rng: random.Random) -> None:
-        """Choose the memory that it arrives in, the machine's own if `placed`, and receive a part of it."""
-        if self.encoded is None:
-            return
-        self.head = codec.decode_head(self.encoded.head, max_message=1 << 40)
-        method = receiver.machine._places.get(self.head.type) if placed and not receiver.machine.finished else None
-        found = getattr(receiver.machine, method)(receiver.name_of(self), self.head) if method is not None else None
-        sizes = [spec.nbytes for spec in self.head.specs]
-        if found is None:
-            self.buffers = [memoryview(bytearray(size)) for size in sizes]
-        else:
-            self.buffers = [memoryview(buffer).cast("B") for buffer in found]
-            if [len(buffer) for buffer in self.buffers] != sizes or any(buffer.readonly for buffer in self.buffers):
-                raise ValueError(f"the place for {self.head.kind} is not writable memory of {sizes} bytes")
-        self._copy([rng.randint(0, size) for size in sizes])
-
-    def open(self) -> Any:
-        """The message as it arrives."""
-        if self.encoded is None:
-            return self.message
-        if self._checksum() != self.checksum:
-            raise MemoryReused(f"a tensor of {_describe(self.message)} to {self.send.peer} changed before it was sent")
-        self._copy(list(map(len, self.buffers)))
-        return codec.build(self.head, self.buffers)
-
-    def _copy(self, sizes: list[int]) -> None:
-        assert self.encoded is not None
-        for target, source, size in zip(self.buffers, self.encoded.segments, sizes, strict=True):
-            target[:size] = source[:size]
-
-
-class _Peer:
-    """A machine and what its driver keeps for it."""
-
-    def __init__(self, cluster: Cluster, name: str, machine: sm.StateMachine) -> None:
-        self.cluster, self.name, self.machine = cluster, name, machine
-        self.alive = True
-        self.failure: MachineFailed | None = None
-        self.pending: deque[tuple[sm.Event, int | None]] = deque()
-        self.members: dict[str, None] = {}
-        self.timers: dict[str, int] = {}
-        self.lanes: dict[str, _Lane] = {}
-        self.asked: dict[str, deque[Answer]] = {}
+    def result(self, name: str) -> Any:
+        """What a machine finished with. Raises its `MachineFailed`, or `LookupError` if it has not finished."""
+        peer = self._peers[name]
+        if peer.failure is not None:
+            raise peer.failure
+        if not peer.machine.finished:
+            raise LookupError(f"{name} has not finished")
+        return peer.machine.result
 
     @property
-    def runs(self) -> bool:
-        return self.alive and not self.machine.finished and self.failure is None
+    def alive(self) -> list[str]:
+        """The peers that were not killed and did not fail."""
+        return [name for name, peer in self._peers.items() if peer.alive and peer.failure is None]
 
-    def name_of(self, parcel: _Parcel) -> str:
-        return parcel.send_from
+    def feed(self, name: str, event: sm.Event) -> None:
+        """Give a machine an event of your own, e.g. `LinkMeasured` or `Stopping`, after those that it is due."""
+        self._peers[name].feed(event)
 
-    def feed(self, event: sm.Event, timer: int | None = None) -> None:
-        if self.runs:
-            self.pending.append((event, timer))
-            self.cluster.wake(self.take_event)
+    def command(self, name: str, command: str, value: Any = None) -> Answer:
+        """Give a machine a `Command`."""
+        answer, peer = Answer(), self._peers[name]
+        if peer.runs:
+            peer.asked.setdefault(command, deque()).append(answer)
+            peer.feed(sm.Command(command, value))
+        else:
+            answer.give(peer.failure or LinkClosed(f"{name} has finished"))
+        return answer
 
-    def take_event(self) -> bool:
-        while self.pending:
-            event, timer = self.pending.popleft()
-            if isinstance(event, sm.TimerFired):
-                if self.timers.get(event.name) != timer:
-                    continue  # cancelled, or set anew, since it was due
-                del self.timers[event.name]
-            if isinstance(event, sm.PeerJoined):
-                self.members[event.peer] = None
-                self.cluster.wake_into(self.name, event.peer)
-            if isinstance(event, sm.PeerLeft):
-                self.members.pop(event.peer, None)
-            self.cluster.handle(self, event)
+    def join(self, name: str, machine: sm.StateMachine, links: Iterable[str] | None = None) -> None:
+        """Start a machine now, linked to all peers or to `links`; also one that died, under its old id."""
+        others = list(self.alive if links is None else links)
+        self._start(name, machine)
+        for other in others:
+            self.link(name, other)
+
+    def link(self, a: str, b: str) -> bool:
+        """Link two peers that run, unless they are; false if one does not run."""
+        one, other = self._peers[a], self._peers.get(b)
+        if other is None or one is other or not (one.runs and other.runs):
+            return False
+        ends = [(one, other), (other, one)]
+        old = [self._ways.get((sender.name, receiver.name)) for sender, receiver in ends]
+        if all(way is not None and way.closing is None for way in old) or one.machine.name != other.machine.name:
             return True
-        return False
+        for way in old:
+            self.unlink(way)
+        for sender, receiver in ends:
+            way = self._ways[sender.name, receiver.name] = Way(self, sender, receiver)
+            receiver.feed(sm.PeerJoined(sender.name, dict(sender.machine.info)), way)
+        return True
+
+    def cut(self, a: str, b: str, reason: str = "the link was cut") -> None:
+        """Break a link: of what is under way on each channel a random part still arrives, then `PeerLeft`."""
+        self._close([(a, b), (b, a)], reason)
+
+    def kill(self, name: str, reason: str = "the peer died") -> None:
+        """End a peer without a word, and cut its links."""
+        peer = self._peers[name]
+        peer.alive = False
+        peer.end(LinkClosed(reason))
+        self._close([ends for ends in self._ways if name in ends], reason)
+
+    def story(self) -> str:
+        """The last events and their effects, how the machines are, and which messages wait."""
+        lines = [*self.trace, f"after {self.steps} steps, at {self.now:.4f} s:"]
+        for name, peer in self._peers.items():
+            state = "failed" if peer.failure else "dead" if not peer.alive else "runs" if peer.runs else "finished"
+            lines.append(f"  {name} {state}; its timers: {list(peer.timers)}, computations: {sorted(peer.lanes)}")
+        for (sender, receiver), way in self._ways.items():
+            lines += [
+                f"  {sender} -> {receiver} on '{channel}': {len(flow.waiting)} wait, credit {flow.credit}"
+                for channel, flow in way.flows.items()
+                if flow.waiting
+            ]
+        return "\n".join(lines)
+
+    # ------------------------------------------------------------------------------------------ for the parts
+
+    def wake(self, action: Callable[[], bool]) -> bool:
+        """From now on `action` may happen, until it returns false."""
+        if action not in self._awake:
+            self._awake.add(action)
+            self._may.append(action)
+        return True
+
+    def wake_way(self, sender: str, receiver: str) -> None:
+        """The receiver knows of the sender now."""
+        way = self._ways.get((sender, receiver))
+        for flow in way.flows.values() if way is not None else ():
+            self.wake(flow.leave)
+
+    def at(self, due: float, call: Callable[[], bool]) -> None:
+        """Call when it is time; if it returns false, time does not pass for it."""
+        self._count += 1
+        self._calls[self._count] = call
+        heapq.heappush(self._due, (due, self._count))
+
+    def note(self, text: str) -> None:
+        """Remember it for `story`."""
+        self.trace.append(f"{self.now:10.4f} {text}")
+
+    def handle(self, peer: Peer, event: sm.Event) -> None:
+        """Give a machine an event, and carry out its effects."""
+        if not peer.runs:
+            return
+        where = show(event)
+        try:
+            effects = peer.machine.handle(event, self.now)
+            self.note(f"{peer.name}: {where}" + "".join(f"\n{'':13}-> {show(effect)}" for effect in effects))
+            for effect in effects:
+                self._carry_out(peer, effect)
+        except Exception as error:
+            self.note(f"{peer.name}: {where} -> {error!r}")
+            self.fail(peer, error, f"its handler of {where}")
+
+    def fail(self, peer: Peer, error: Exception, where: str) -> None:
+        """A machine raised."""
+        text = f"{peer.machine.name} on {peer.name} failed in {where}: {type(error).__name__}: {error}"
+        peer.failure, peer.machine.finished = MachineFailed(text, peer=peer.name), True
+        peer.end(peer.failure)
+        self._close([ends for ends in self._ways if peer.name in ends], f"its machine failed in {where}: {error!r}")
+        if not self._tolerant:
+            raise peer.failure from error
+
+    def unlink(self, way: Way | None) -> bool:
+        """One direction has ended: the other will. False if that is old news."""
+        if way is None or self._ways.get((way.sender.name, way.receiver.name)) is not way:
+            return False
+        del self._ways[way.sender.name, way.receiver.name]
+        reason = way.closing or "linked anew"
+        way.close(reason, last_words=False)
+        for flow in way.flows.values():
+            flow.under_way.clear()
+        way.receiver.feed(sm.PeerLeft(way.sender.name, reason), way)
+        self._close([(way.receiver.name, way.sender.name)], reason)
+        return True
+
+    def _start(self, name: str, machine: sm.StateMachine) -> None:
+        old = self._peers.get(name)
+        if old is not None:
+            if old.runs:
+                raise ValueError(f"{name} runs already")
+            for way in [way for ends, way in self._ways.items() if name in ends]:
+                self.unlink(way)
+        peer = self._peers[name] = Peer(self, name, machine)
+        self.reports[name] = []
+        machine.begin(name, self.rng.getrandbits(32), self.now)
+        peer.feed(sm.Started())
+
+    def _close(self, ways: Iterable[tuple[str, str]], reason: str, last_words: bool = False) -> None:
+        for ends in ways:
+            if ends in self._ways:
+                self._ways[ends].close(reason, last_words)
+
+    def _carry_out(self, peer: Peer, effect: sm.Effect) -> None:
+        match effect:
+            case sm.Send():
+                self._send(peer, effect)
+            case sm.Grant():
+                if effect.channel not in peer.machine.channels:
+                    raise LookupError(f"{peer.machine.name} has no channel '{effect.channel}'")
+                if (effect.peer, peer.name) in self._ways:
+                    self._ways[effect.peer, peer.name].flow(effect.channel).come_back(effect.messages)
+            case sm.SetTimer():
+                timer = peer.timers[effect.name] = object()
+                self.at(self.now + effect.delay, partial(self._ring, peer, effect.name, timer))
+            case sm.CancelTimer():
+                peer.timers.pop(effect.name, None)
+            case sm.Compute():
+                peer.lanes.setdefault(effect.lane, Lane(peer)).add(effect)
+            case sm.Connect():
+                if not self.link(peer.name, effect.peer):
+                    peer.feed(sm.PeerLeft(effect.peer, "cannot be reached"))
+            case sm.Disconnect():
+                self._close([(peer.name, effect.peer)], effect.reason, last_words=True)
+                self._close([(effect.peer, peer.name)], effect.reason)
+            case sm.Report():
+                self.reports[peer.name].append(effect)
+            case sm.Reply():
+                if peer.asked.get(effect.name):
+                    peer.asked[effect.name].popleft().give(effect.value)
+            case sm.Finish():
+                peer.end(LinkClosed(f"{peer.machine.name} has finished"))
+                mine = [ends for ends in self._ways if ends[0] == peer.name]
+                self._close(mine, "its machine has finished", last_words=True)
+            case _:
+                raise TypeError(f"{effect!r} is no effect")
+
+    def _ring(self, peer: Peer, name: str, timer: object) -> bool:
+        due = peer.timers.get(name) is timer
+        if due:
+            peer.feed(sm.TimerFired(name), timer)
+        return due
+
+    def _send(self, peer: Peer, effect: sm.Send) -> None:
+        options = peer.machine.channels.get(effect.channel)
+        if options is None:
+            raise LookupError(f"{peer.machine.name} has no channel '{effect.channel}'")
+        way, back = self._ways.get((peer.name, effect.peer)), self._ways.get((effect.peer, peer.name))
+        if way is None or way.closing is not None or peer.members.get(effect.peer) is not back:
+            if effect.tag is not None:
+                peer.feed(sm.SendFailed(effect.peer, effect.tag, "the peer is not here"))
+            return
+        flow, parcel = way.flow(effect.channel), Parcel(effect, self._wire, self._memory)
+        if effect.or_drop and (flow.waiting or flow.credit <= 0):
+            way.failed(parcel, "no credit")
+            return
+        for old in [old for old in flow.waiting if effect.supersedes is not None and old.key == effect.supersedes]:
+            flow.waiting.remove(old)
+            way.failed(old, "superseded by a newer message")
+        if len(flow.waiting) >= options.queue:
+            raise RuntimeError(f"more than {options.queue} messages wait for {effect.peer} on '{effect.channel}'")
+        flow.waiting.append(parcel)
+        self.wake(flow.leave)

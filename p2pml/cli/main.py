@@ -9,12 +9,14 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import p2pml
 from p2pml.cli import demo, join, start
-from p2pml.errors import AddressError, P2PMLError
+from p2pml.cli.options import Misuse
+from p2pml.errors import AddressError, MachineFailed, P2PMLError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
@@ -43,9 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except P2PMLError as error:
         if parsed.verbose:
-            raise
+            traceback.print_exc()
+            if isinstance(error, MachineFailed) and error.trace:
+                print(f"\nat {error.peer}:\n{error.trace}", file=sys.stderr)
         print(f"p2pml: {error}", file=sys.stderr)
-        return MISUSED if isinstance(error, AddressError) else FAILED
+        return MISUSED if isinstance(error, (AddressError, Misuse)) else FAILED
 
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:

@@ -27,6 +27,10 @@ from typing import Any
 Event = Mapping[str, Any]
 LAST_ROUNDS = 5
 """Rounds whose duration says how long the rest will take."""
+RATE_SECONDS = 0.5
+"""A rate is taken over at least this long."""
+OVER = ("done", "failed", "left")
+"""The states of a peer from which nothing more comes."""
 
 
 @dataclass(slots=True)
@@ -46,23 +50,24 @@ class PeerProgress:
     peak_rss_bytes: int = 0
     loop_lag_p99_seconds: float = 0.0
     reason: str = ""
-    sampled_at: float = 0.0
+    sampled: tuple[float, int, int] | None = None
+    """Time, bytes sent and received, since when the next rates are counted."""
 
     @property
     def is_over(self) -> bool:
-        return self.state in ("done", "failed", "left")
+        return self.state in OVER
 
     def sample(self, event: Event) -> None:
         """Take in figures of `Telemetry.sample`."""
-        elapsed = event["time"] - self.sampled_at
-        if self.sampled_at and elapsed > 0.2:
-            self.send_rate = max(0.0, event["bytes_sent"] - self.bytes_sent) / elapsed
-            self.receive_rate = max(0.0, event["bytes_received"] - self.bytes_received) / elapsed
-        if not self.sampled_at or elapsed > 0.2:
-            self.sampled_at = event["time"]
-            self.bytes_sent, self.bytes_received = event["bytes_sent"], event["bytes_received"]
+        now, sent, received = event["time"], event["bytes_sent"], event["bytes_received"]
+        self.bytes_sent, self.bytes_received = sent, received
         self.peak_rss_bytes = event["peak_rss_bytes"]
         self.loop_lag_p99_seconds = event["loop_lag_p99_seconds"]
+        if self.sampled is None:
+            self.sampled = (now, sent, received)
+        elif (elapsed := now - self.sampled[0]) >= RATE_SECONDS:
+            self.send_rate, self.receive_rate = (sent - self.sampled[1]) / elapsed, (received - self.sampled[2]) / elapsed
+            self.sampled = (now, sent, received)
 
 
 @dataclass(slots=True)
@@ -102,7 +107,7 @@ class Progress:
         self.closed: list[RoundProgress] = []
         """The rounds that all peers have reported, in order."""
         self._open: dict[int, RoundProgress] = {}
-        self._began_at: float | None = None
+        self.began_at: float | None = None
 
     @property
     def round(self) -> int:
@@ -161,6 +166,7 @@ class Progress:
         peer.part = f"{event['part'] + 1}/{event['parts']}"
         self.task, self.rounds = event["task"], event["rounds"]
         self.expected = self.expected or event["parts"]
+        self.began_at = event["time"]
 
     def _on_sample(self, event: Event, peer: PeerProgress) -> None:
         peer.sample(event)
@@ -168,9 +174,7 @@ class Progress:
     def _on_done(self, event: Event, peer: PeerProgress) -> None:
         peer.state = "done"
         if "bytes_sent" in event:
-            peer.sampled_at = 0.0
             peer.sample(event)
-            peer.send_rate = peer.receive_rate = 0.0
 
     def _on_failed(self, event: Event, peer: PeerProgress) -> None:
         peer.state, peer.reason = "failed", event["error"]
@@ -214,7 +218,7 @@ class Progress:
             if not (found.ended_at and (everybody or overtaken)):
                 continue
             before = self.closed[-1] if self.closed else None
-            began = before.ended_at if before else self._began_at
+            began = before.ended_at if before else self.began_at
             found.seconds = found.ended_at - began if began is not None else None
             sent = self.bytes_sent
             found.bytes_sent = sent - sum(done.bytes_sent for done in self.closed)

@@ -11,6 +11,7 @@ size from the process's `MemoryBudget`, when there is room, and accepts; such a 
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 
@@ -46,7 +47,7 @@ class SendWindow:
 class ReceiveWindow:
     """The receiver's side of a limit: `size` is what may be under way or unread at a time."""
 
-    __slots__ = ("consumed", "granted_by_hand", "limit", "received", "size")
+    __slots__ = ("consumed", "due", "granted_by_hand", "limit", "received", "size")
 
     def __init__(self, size: int, *, manual: bool = False) -> None:
         self.size = 0 if manual else size
@@ -54,6 +55,12 @@ class ReceiveWindow:
         self.limit = self.size
         self.received = 0
         self.consumed = 0
+        self._set_due()
+
+    def _set_due(self) -> None:
+        """`due` is how much must be consumed for half the window, and at least something, to be owed."""
+        half = max(1, (self.size + 1) // 2)
+        self.due = sys.maxsize if self.granted_by_hand else self.limit - self.size + half
 
     def receive(self, amount: int, what: str) -> None:
         """Count what came in. Raises `ProtocolError` if the sender had no credit for it."""
@@ -67,12 +74,12 @@ class ReceiveWindow:
         The limit is told when half the window can be given back, or `at_once`: where the sender said that it waits.
         """
         self.consumed += amount
+        if self.consumed < self.due and not (at_once and self.consumed + self.size > self.limit):
+            return False
         if self.granted_by_hand:
             return False
-        owed = self.consumed + self.size - self.limit
-        if owed <= 0 or (not at_once and owed * 2 < self.size):
-            return False
-        self.limit += owed
+        self.limit = self.consumed + self.size
+        self._set_due()
         return True
 
     def grant(self, amount: int) -> None:
@@ -83,6 +90,7 @@ class ReceiveWindow:
         """Make the window larger; its limit rises by the difference."""
         self.limit += max(0, size - self.size)
         self.size = max(size, self.size)
+        self._set_due()
 
     @property
     def at_rest(self) -> bool:
@@ -93,7 +101,7 @@ class ReceiveWindow:
 class MemoryBudget:
     """One bound for the memory that a process's links may take for what they receive, in bytes.
 
-    Fixed parts (each link's window) are reserved when a link opens, and a link that would not fit is refused. Offered
+    Parts that are `fixed` (each link's windows) stay taken as long as a link; a link that would not fit is refused. Offered
     messages wait in one queue, first come first served, until what they need is free.
     """
 
@@ -101,33 +109,43 @@ class MemoryBudget:
         self.total = total
         self.used = 0
         self.peak = 0
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self.fixed = 0
+        """How much is taken, or waited for, by links as long as they stand."""
+        self._waiting: deque[tuple[int, Callable[[], None], bool]] = deque()
 
-    def try_reserve(self, amount: int) -> bool:
+    def could_fit(self, amount: int) -> bool:
+        """Whether `amount` will be free once all messages are read. One that never will would hold up the queue."""
+        return amount <= self.total - self.fixed
+
+    def try_reserve(self, amount: int, *, fixed: bool = False) -> bool:
         """Take `amount` if it is free and nobody waits in front."""
         if self._waiting or self.used + amount > self.total:
             return False
         self._take(amount)
+        self.fixed += amount if fixed else 0
         return True
 
-    def reserve(self, amount: int, granted: Callable[[], None]) -> None:
+    def reserve(self, amount: int, granted: Callable[[], None], *, fixed: bool = False) -> None:
         """Take `amount` now or later; `granted` is called once it is taken, perhaps before this returns.
 
-        Forget a waiting request with `withdraw`. An amount that can never fit is the caller's to refuse.
+        Forget a waiting request with `withdraw`. What does not pass `could_fit` is the caller's to refuse.
         """
-        if self.try_reserve(amount):
+        if self.try_reserve(amount, fixed=fixed):
             granted()
         else:
-            self._waiting.append((amount, granted))
+            self.fixed += amount if fixed else 0
+            self._waiting.append((amount, granted, fixed))
 
     def withdraw(self, granted: Callable[[], None]) -> None:
         """Forget the waiting request that would have called `granted`."""
+        self.fixed -= sum(amount for amount, waiting, fixed in self._waiting if fixed and waiting is granted)
         self._waiting = deque(item for item in self._waiting if item[1] is not granted)
         self._serve()
 
-    def release(self, amount: int) -> None:
+    def release(self, amount: int, *, fixed: bool = False) -> None:
         """Give `amount` back, and serve those that wait."""
         self.used -= amount
+        self.fixed -= amount if fixed else 0
         self._serve()
 
     def _take(self, amount: int) -> None:
@@ -136,6 +154,6 @@ class MemoryBudget:
 
     def _serve(self) -> None:
         while self._waiting and self.used + self._waiting[0][0] <= self.total:
-            amount, granted = self._waiting.popleft()
+            amount, granted, _ = self._waiting.popleft()
             self._take(amount)
             granted()

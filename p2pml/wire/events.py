@@ -68,13 +68,6 @@ class Arrived:
 
 
 @dataclass(slots=True)
-class MessageSent:
-    """All bytes of this message were handed out by `pull`; its tensors are free once those bytes are written."""
-
-    outgoing: Outgoing
-
-
-@dataclass(slots=True)
 class MessageDelivered:
     """The other side acknowledged this tracked message."""
 

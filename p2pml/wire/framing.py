@@ -59,6 +59,7 @@ class FrameType(IntEnum):
 
 
 _DATA = int(FrameType.DATA)
+_NOTHING = memoryview(b"")
 _KNOWN = frozenset(int(kind) for kind in FrameType)
 
 
@@ -69,6 +70,9 @@ def preface(versions: tuple[int, int] = VERSIONS) -> bytes:
 
 def read_preface(data: bytes, versions: tuple[int, int] = VERSIONS) -> int:
     """The version to speak, from the other side's preface. Raises `ProtocolError` or `HandshakeRefused`."""
+    magic: bytes
+    low: int
+    high: int
     magic, low, high, _ = PREFACE.unpack(data)
     if magic != MAGIC:
         raise ProtocolError(f"not a p2pml peer: it opened with {data!r}{_guess(data)}")
@@ -87,7 +91,7 @@ def _guess(data: bytes) -> str:
 
 
 def frame(
-    kind: int, flags: int = 0, channel: int = 0, sequence: int = 0, head: bytes = b"", payload: bytes = b""
+    kind: int, flags: int = 0, channel: int = 0, sequence: int = 0, head: bytes = b"", payload: bytes | memoryview = b""
 ) -> bytes:
     """A whole frame as bytes; for control frames and small messages."""
     header = HEADER.pack(kind, flags, len(head), channel, len(payload), sequence)
@@ -97,8 +101,12 @@ def frame(
 class Target(Protocol):
     """Where a DATA frame's payload goes."""
 
-    def direct(self, limit: int) -> memoryview | None:
-        """Memory for the next bytes, at most `limit` of them, to be filled in place; None to have them through `feed`."""
+    def direct(self, limit: int, more: int) -> memoryview | None:
+        """Memory for the next bytes, at most `limit` of them, to be filled in place; None to have them through `feed`.
+
+        If all `limit` bytes and at least `more` others have room in it, it is that much longer: what is put there is read
+        and then overwritten.
+        """
 
     def advance(self, count: int) -> None:
         """`count` bytes were put into what `direct` returned."""
@@ -163,7 +171,7 @@ class FrameReader:
     def get_buffer(self) -> memoryview:
         """Memory for the next bytes from the wire; never empty."""
         if self._target is not None:
-            view = self._target.direct(self._remaining)
+            view = self._target.direct(self._remaining, HEADER_SIZE)
             if view is not None:
                 self._view = view
                 return view
@@ -184,14 +192,7 @@ class FrameReader:
         if self._discarding:
             return
         if self._target is not None:
-            if self._view is not None:
-                self._view = None
-                self._target.advance(count)
-            else:
-                self._target.feed(self._staging[:count])
-            self._remaining -= count
-            if not self._remaining:
-                self._finish()
+            self._payload_updated(self._target, count)
             return
         self._end += count
         if self._in_preface:
@@ -201,6 +202,23 @@ class FrameReader:
             self._start = PREFACE.size
             self._control.preface_received(bytes(self._staging[: PREFACE.size]))
         self._parse()
+
+    def _payload_updated(self, target: Target, count: int) -> None:
+        view, self._view = self._view, None
+        own = min(count, self._remaining)
+        if view is None:
+            target.feed(self._staging[:own])
+        else:
+            if count > own:
+                # The header of the next frame came along, in the place of bytes that are still to come.
+                self._staging[: count - own] = view[own:count]
+                self._end = count - own
+            target.advance(own)
+        self._remaining -= own
+        if not self._remaining:
+            self._finish()
+            if self._end and not self._discarding:
+                self._parse()
 
     def _finish(self) -> None:
         self._target = None
@@ -219,7 +237,7 @@ class FrameReader:
                     )
                 if payload > end:
                     break
-                head, stop = staging[body:payload], payload + length
+                head, stop = staging[body:payload] if head_length else _NOTHING, payload + length
                 if stop <= end:
                     start = stop
                     data.data_received(flags, channel, sequence, head, staging[payload:stop])

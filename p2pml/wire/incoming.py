@@ -51,12 +51,12 @@ class Incoming:
         self._index = 0
         self._offset = 0
 
-    def take_memory(self, placed: Sequence[Any] | None = None) -> None:
+    def take_memory(self, placed: list[memoryview] | None = None) -> None:
         """Allocate where the payload goes: one buffer for each tensor, of its size on the wire; or use the `placed` ones."""
         if self.head is None:
             self.buffers = [allocate(self.size)] if self.size else []
         elif placed is not None:
-            self.buffers = [memoryview(buffer).cast("B") for buffer in placed]
+            self.buffers = placed
         else:
             self.buffers = [allocate(size) if size else memoryview(b"") for size in self.head.sizes]
         self._skip_full()
@@ -65,10 +65,12 @@ class Incoming:
         while self._index < len(self.buffers) and self._offset == len(self.buffers[self._index]):
             self._index, self._offset = self._index + 1, 0
 
-    def direct(self, limit: int) -> memoryview | None:
-        view = self.buffers[self._index]
-        stop = min(len(view), self._offset + limit)
-        return view[self._offset : stop] if stop - self._offset >= DIRECT else None
+    def direct(self, limit: int, more: int) -> memoryview | None:
+        view, start = self.buffers[self._index], self._offset
+        if len(view) - start >= limit + more:
+            return view[start : start + limit + more]
+        stop = min(len(view), start + limit)
+        return view[start:stop] if stop - start >= DIRECT else None
 
     def advance(self, count: int) -> None:
         self._offset += count
@@ -101,16 +103,18 @@ class ReceiveChannel:
     those that were introduced and are not complete. Only the first of them may send.
     """
 
-    __slots__ = ("bytes", "due", "id", "introduced", "messages", "name", "options", "told")
+    __slots__ = ("blocked", "bytes", "due", "eager", "id", "introduced", "messages", "name", "options", "told")
 
     def __init__(self, number: int, name: str, options: ChannelOptions) -> None:
         self.id = number
         self.name = name
         self.options = options
+        self.eager = options.eager
         self.messages = ReceiveWindow(options.messages, manual=options.manual)
         self.bytes = ReceiveWindow(options.bytes)
         self.introduced = 0
         self.told = 0
+        self.blocked = False
         self.due: deque[Incoming] = deque()
 
     def describe(self) -> list[Any]:
@@ -137,7 +141,7 @@ class ReceiveChannel:
             raise ProtocolError(f"channel '{self.name}': message {sequence} overtakes {self.due[0].sequence}")
         self._introduce(sequence)
         parsed, fault = self._parse(head, payload, max_message)
-        charge = len(head) + (max(parsed.raw_size, payload) if parsed else payload)
+        charge = len(head) + (parsed.raw_size if parsed else payload)
         self.bytes.receive(charge, f"channel '{self.name}', bytes")
         if charge > self.options.eager:
             raise ProtocolError(f"channel '{self.name}': a message of {charge} bytes came without an offer")

@@ -224,14 +224,18 @@ def join_small(pieces: list[bytes | memoryview]) -> list[bytes | memoryview]:
     return joined
 
 
-def choose(channels: list[SendChannel], link: SendWindow) -> SendChannel | None:
+def choose(channels: list[SendChannel], link: SendWindow, clocks: dict[int, float]) -> SendChannel | None:
     """The channel whose turn it is: the lowest priority number that can send, then the least served for its weight.
 
-    `served` is a virtual time (bytes / weight), as in start-time fair queueing, so no channel can starve another of its
-    priority.
+    `served` is a virtual time (bytes / weight), as in start-time fair queueing (Goyal et al., SIGCOMM 1996), so no channel
+    can starve another of its priority. `clocks` has the time of each priority, at which its last frame started: a channel
+    that was idle, or had no credit, goes on from there, for it earned nothing by that.
     """
-    best = None
+    best, first = None, (0, 0.0)
     for channel in channels:
-        if (best is None or (channel.priority, channel.served) < (best.priority, best.served)) and channel.ready(link):
-            best = channel
+        turn = (channel.priority, max(channel.served, clocks.get(channel.priority, 0.0)))
+        if (best is None or turn < first) and channel.ready(link):
+            best, first = channel, turn
+    if best is not None:
+        best.served = clocks[best.priority] = first[1]
     return best

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from p2pml.errors import MessageError, MessageTooLarge, ProtocolError
 from p2pml.wire import codec, events
 from p2pml.wire.credits import MemoryBudget, ReceiveWindow
-from p2pml.wire.framing import FIRST, LAST, MAX_CONTROL, SIZE, FrameType, Target, frame
+from p2pml.wire.framing import FIRST, LAST, MAX_CONTROL, MAX_PAYLOAD, SIZE, FrameType, Target, frame
 from p2pml.wire.incoming import Incoming, Place, ReceiveChannel
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.shared import Shared
@@ -28,21 +30,49 @@ class Receiver:
         self._channels: dict[int, ReceiveChannel] = {}
         self._numbers: dict[str, int] = {}
         self.link = ReceiveWindow(0)
-        self._reserved = 0
+        self._reserved: int | None = None
+        self._growing: list[Callable[[], None]] = []
+        self._closed = False
         self._current: Incoming | None = None
         self._current_channel: ReceiveChannel | None = None
 
     # ----------------------------------------------------------------------------------------------------- channels
 
-    def add_channel(self, name: str, options: ChannelOptions) -> None:
-        """Open a channel; the link's window grows by the channel's, so that no channel can use up another's share."""
+    def add_channel(self, name: str, options: ChannelOptions) -> bool:
+        """Open a channel; the link's window grows by the channel's, so that no channel can use up another's share.
+
+        On a link that has its memory already, that of the channel is taken from the budget, and until it is there the
+        channel gives no credit. False if it can never be there.
+        """
+        # What comes without an offer fits the window, a frame, and the largest message.
+        eager = min(options.eager, options.bytes, MAX_PAYLOAD, self._max_message)
         number = len(self._numbers) + 1
         self._numbers[name] = number
-        self._channels[number] = ReceiveChannel(number, name, options)
-        grown = self.link.size + options.bytes
-        if self._reserved and self._budget.try_reserve(options.bytes):
-            self._reserved += options.bytes
-        self.link.resize(grown)
+        channel = self._channels[number] = ReceiveChannel(number, name, replace(options, eager=eager))
+        if self._reserved is None:
+            self.link.resize(self.link.size + options.bytes)
+        elif self._budget.try_reserve(options.bytes, fixed=True):
+            self._grow(options.bytes)
+        elif self._budget.could_fit(options.bytes):
+            channel.bytes = ReceiveWindow(0)
+
+            def granted() -> None:
+                self._growing.remove(granted)
+                self._grow(options.bytes)
+                channel.bytes.resize(options.bytes)
+                self._shared.dirty[number] = None
+                self._shared.notify()
+
+            self._growing.append(granted)
+            self._budget.reserve(options.bytes, granted, fixed=True)
+        else:
+            return False
+        return True
+
+    def _grow(self, size: int) -> None:
+        assert self._reserved is not None
+        self._reserved += size
+        self.link.resize(self.link.size + size)
 
     def describe(self) -> list[Any]:
         """The channels, as HELLO and CHANNELS tell them."""
@@ -50,19 +80,24 @@ class Receiver:
 
     def reserve(self) -> bool:
         """Take the memory of all windows from the budget; false if it is not there."""
-        if not self._budget.try_reserve(self.link.size):
+        if not self._budget.try_reserve(self.link.size, fixed=True):
             return False
         self._reserved = self.link.size
         return True
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Give all memory back, but that of messages which the application has not taken yet (see `consumed`)."""
+        unread = self.link.received - self.link.consumed
+        for growing in self._growing:
+            self._budget.withdraw(growing)
         for channel in self._channels.values():
             for incoming in channel.due:
+                unread -= incoming.charge
                 self._free(incoming)
             channel.due.clear()
-        self._budget.release(self._reserved)
-        self._reserved = 0
+        if self._reserved is not None:
+            self._budget.release(self._reserved - unread, fixed=True)
+        self._reserved, self._closed = None, True
 
     def channel(self, number: int) -> ReceiveChannel:
         """The channel with this number. Raises `ProtocolError`."""
@@ -75,6 +110,8 @@ class Receiver:
     def limits(self, number: int) -> tuple[int, int, int]:
         """What a CREDIT frame says of a channel: message limit, byte limit, messages complete."""
         channel = self._channels[number]
+        channel.messages.consume(0, at_once=True)
+        channel.bytes.consume(0, at_once=True)
         channel.told = channel.complete
         return channel.messages.limit, channel.bytes.limit, channel.complete
 
@@ -93,23 +130,27 @@ class Receiver:
             self.data_started(flags, channel, sequence, head, len(payload)).feed(payload)
             self.data_finished()
             return
-        if not head and self._shared.open:
-            # The hot path of small messages: what `_start` does, in line. Whatever is amiss goes there, to be named.
-            size = len(payload)
-            messages, window, link = inbox.messages, inbox.bytes, self.link
-            if (
-                sequence == inbox.introduced & 0xFFFFFFFF
-                and messages.received < messages.limit
-                and window.received + size <= window.limit
-                and link.received + size <= link.limit
-                and size <= inbox.options.eager
-            ):
-                inbox.introduced += 1
-                messages.received += 1
-                window.received += size
-                link.received += size
-                self._arrived(inbox, bytes(payload), size)
-                return
+        # The hot path of small messages: what `_start` does, in line. Whatever is amiss goes there, to be named.
+        shared, messages, window, link = self._shared, inbox.messages, inbox.bytes, self.link
+        size = len(payload) + len(head)
+        if (
+            shared.open
+            and sequence == inbox.introduced & 0xFFFFFFFF
+            and messages.received < messages.limit
+            and window.received + size <= window.limit
+            and link.received + size <= link.limit
+            and size <= inbox.eager
+            and (message := _without_tensors(head, payload, self._max_message) if head else bytes(payload)) is not None
+        ):
+            inbox.introduced += 1
+            messages.received += 1
+            window.received += size
+            link.received += size
+            shared.messages_in += 1
+            if shared.ack_due is None:
+                shared.ack_due = shared.now + ACK_DELAY
+            shared.events.append(events.Arrived(inbox, message, size, 0, None))
+            return
         incoming = self._start(inbox, sequence, bytes(head), len(payload))
         if incoming.fault is not None:
             self._refuse(inbox, incoming, incoming.fault)
@@ -126,14 +167,13 @@ class Receiver:
             if incoming.sequence != sequence or not incoming.accepted:
                 raise ProtocolError(f"channel '{inbox.name}': data of message {sequence} came out of turn")
         else:
-            if not flags & FIRST:
-                raise ProtocolError(f"channel '{inbox.name}': message {sequence} has no beginning")
-            total = length if flags & LAST else self._declared(inbox, head)
-            incoming = self._start(inbox, sequence, bytes(head), total)
+            if flags != WHOLE:
+                raise ProtocolError(f"channel '{inbox.name}': message {sequence} came in pieces and without an offer")
+            incoming = self._start(inbox, sequence, bytes(head), length)
             inbox.due.append(incoming)
             incoming.accepted = True
             incoming.take_memory()
-        if length > incoming.remaining or (flags & LAST and length != incoming.remaining):
+        if length > incoming.remaining or bool(flags & LAST) != (length == incoming.remaining):
             raise ProtocolError(f"channel '{inbox.name}': message {sequence} ends at another size than declared")
         self._current, self._current_channel = incoming, inbox
         return incoming
@@ -141,7 +181,8 @@ class Receiver:
     def data_finished(self) -> bool:
         """The payload that was started is complete; true if more of its message follows."""
         incoming, inbox = self._current, self._current_channel
-        assert incoming is not None and inbox is not None
+        assert incoming is not None
+        assert inbox is not None
         if incoming.remaining:
             return True
         self._current = self._current_channel = None
@@ -158,13 +199,6 @@ class Receiver:
         incoming = inbox.start(sequence, head, payload, self._max_message)
         self.link.receive(incoming.charge, "link, bytes")
         return incoming
-
-    def _declared(self, inbox: ReceiveChannel, head: memoryview) -> int:
-        """The payload of an unoffered message in several frames, from its head."""
-        try:
-            return codec.decode_head(bytes(head), max_message=self._max_message).wire_size
-        except MessageError as error:
-            raise ProtocolError(f"channel '{inbox.name}': {error}") from None
 
     def _complete(self, inbox: ReceiveChannel, incoming: Incoming) -> None:
         if incoming.offered:
@@ -203,6 +237,8 @@ class Receiver:
 
         def granted() -> None:
             incoming.grant, incoming.reserved = None, need
+            if not self._shared.open:
+                return  # `close` is about to free it
             try:
                 incoming.take_memory(placed)
             except MemoryError:
@@ -227,11 +263,8 @@ class Receiver:
         if head is not None and head.codec is not None:
             need += head.raw_size
         elif head is not None and self._place is not None and (found := self._place(inbox.name, head)) is not None:
-            placed = [memoryview(buffer).cast("B") for buffer in found]
-            if [len(buffer) for buffer in placed] != head.sizes or any(buffer.readonly for buffer in placed):
-                raise MessageError(f"{head.kind}: the place for it is not writable memory of {head.sizes} bytes")
-            return placed, 0
-        if need > self._budget.total - self._reserved:
+            return _place_in(head, found), 0
+        if not self._budget.could_fit(need):
             raise MessageTooLarge(f"{need} bytes do not fit this peer's receive memory of {self._budget.total}")
         return None, need
 
@@ -247,7 +280,7 @@ class Receiver:
 
     def _refuse(self, inbox: ReceiveChannel, incoming: Incoming, error: MessageError) -> None:
         """Don't take this message, tell its sender why, and go on."""
-        reason = str(error).encode()[:MAX_CONTROL]
+        reason = str(error).encode(errors="replace")[:MAX_CONTROL]
         refusal = frame(FrameType.REFUSE, channel=inbox.id, sequence=incoming.sequence, payload=reason)
         self._shared.control.append(refusal)
         self._free(incoming)
@@ -267,18 +300,25 @@ class Receiver:
     # ------------------------------------------------------------------------------------------------------- credit
 
     def consumed(self, arrived: events.Arrived) -> None:
-        """The application took this message: give its credit back."""
+        """The application took this message: give its credit, or after the end its memory, back. Once for each message."""
         if arrived.reserved:
             self._budget.release(arrived.reserved)
             arrived.reserved = 0
+        if self._closed:
+            self._budget.release(arrived.charge, fixed=True)
+            return
         self._consume(arrived.inbox, arrived.charge)
 
     def _consume(self, inbox: ReceiveChannel, charge: int) -> None:
-        told_messages, told_bytes = inbox.messages.consume(1), inbox.bytes.consume(charge)
-        if told_messages or told_bytes:
-            self._shared.dirty[inbox.id] = None
-        if self.link.consume(charge):
-            self._shared.dirty[0] = None
+        messages, window, link, blocked = inbox.messages, inbox.bytes, self.link, inbox.blocked
+        messages.consumed += 1
+        window.consumed += charge
+        link.consumed += charge
+        if blocked or messages.consumed >= messages.due or window.consumed >= window.due or link.consumed >= link.due:
+            told = [window.consume(0, at_once=blocked) for window in (messages, window, link)]
+            if any(told):
+                self._shared.dirty[inbox.id] = None
+                inbox.blocked = False
 
     def grant(self, name: str, messages: int) -> None:
         """Let the other side send `messages` more on a manual channel."""
@@ -288,8 +328,29 @@ class Receiver:
             self._shared.dirty[inbox.id] = None
 
     def blocked_received(self, number: int) -> None:
-        """The other side waits for credit: give back at once what is owed."""
+        """The other side waits for credit: give back at once what is owed, or what is taken next."""
         inbox = self.channel(number)
         owed = [window.consume(0, at_once=True) for window in (inbox.messages, inbox.bytes, self.link)]
+        inbox.blocked = not any(owed)
         if any(owed):
             self._shared.dirty[number] = None
+
+
+def _place_in(head: codec.Head, found: Sequence[Any]) -> list[memoryview]:
+    """The memory that the application gave for a message, as bytes. Raises `MessageError` if it does not fit."""
+    views = [memoryview(buffer) for buffer in found]
+    sizes = [view.nbytes for view in views]
+    if sizes != head.sizes or not all(view.c_contiguous and not view.readonly for view in views if view.nbytes):
+        raise MessageError(f"{head.kind}: the place for it is not writable, contiguous memory of {head.sizes} bytes")
+    return [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
+
+
+def _without_tensors(head: memoryview, payload: memoryview, max_message: int) -> Any:
+    """The message that is all in its head; None if it has tensors, or there is something wrong with it."""
+    if payload:
+        return None
+    try:
+        parsed = codec.decode_head(head, max_message=max_message)
+        return None if parsed.specs else codec.build(parsed, ())
+    except MessageError:
+        return None

@@ -7,7 +7,7 @@ from typing import Any
 from p2pml.errors import MessageError, MessageRefused, MessageTooLarge, P2PMLError, ProtocolError
 from p2pml.wire import events
 from p2pml.wire.credits import SendWindow
-from p2pml.wire.framing import FIRST, LAST, SIZE, FrameType, frame
+from p2pml.wire.framing import FIRST, HEADER, LAST, MAX_PAYLOAD, SIZE, FrameType, frame
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import Outgoing, SendChannel, State, choose
 from p2pml.wire.shared import Shared
@@ -15,6 +15,8 @@ from p2pml.wire.shared import Shared
 BATCH = 1 << 16
 """Bytes of small messages that are joined into one write."""
 MAX_CHANNELS = 1024
+_DATA = int(FrameType.DATA)
+MAX_NAME = 128
 
 
 class Sender:
@@ -25,12 +27,13 @@ class Sender:
         self.link = SendWindow()
         self.max_message: int | None = None
         self.sent: list[Outgoing] = []
-        self.batch: list[bytes | memoryview] = []
+        self.batch: list[bytes] = []
         self.busy: list[SendChannel] = []
-        self._batched = 0
+        self.batched = 0
         self._by_name: dict[str, SendChannel] = {}
         self._by_number: dict[int, SendChannel] = {}
         self._preferences: dict[str, ChannelOptions] = {}
+        self._clocks: dict[int, float] = {}
 
     # ----------------------------------------------------------------------------------------------------- channels
 
@@ -43,25 +46,33 @@ class Sender:
 
     def announced(self, number: int, name: str, messages: int, size: int, eager: int) -> None:
         """The other side has a channel. Raises `ProtocolError` if it had it otherwise before."""
+        if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            raise ProtocolError("the peer opened a channel with an empty, overlong or unprintable name")
         known = self._by_number.get(number)
         channel = self._channel(name)
         if known is None:
             if channel.id or len(self._by_number) >= MAX_CHANNELS:
                 raise ProtocolError(f"the peer opened channel '{name}' twice, or more than {MAX_CHANNELS} channels")
-            channel.id, channel.eager = number, eager
+            channel.id, channel.eager = number, min(eager, MAX_PAYLOAD)
             self._by_number[number] = channel
         elif known is not channel:
             raise ProtocolError(f"the peer gave number {number} to channels '{known.name}' and '{name}'")
         self._raise_limits(channel, messages, size)
 
     def _raise_limits(self, channel: SendChannel, messages: int, size: int) -> None:
-        had = channel.messages.available > 0
+        channel.starved = channel.starved or channel.messages.available <= 0
         channel.messages.raise_to(messages)
         channel.bytes.raise_to(size)
-        if not had and channel.messages.available > 0:
-            self._shared.events.append(events.CreditAvailable(channel.name))
         if channel.queue:
             self._offer(channel)
+        else:
+            self._relieve(channel)
+
+    def _relieve(self, channel: SendChannel) -> None:
+        """Say so if a channel that could take nothing, or was found so by `can_send`, can take something now."""
+        if channel.starved and channel.credit_for(1) and self.link.available > 0:
+            channel.starved = False
+            self._shared.events.append(events.CreditAvailable(channel.name))
 
     def _channel(self, name: str) -> SendChannel:
         channel = self._by_name.get(name)
@@ -108,8 +119,6 @@ class Sender:
             raise MessageTooLarge(f"a message of {message.whole} bytes: the peer takes at most {self.max_message}")
         channel = self._channel(name)
         if not channel.queue:
-            # A channel that was idle starts level with the others: idleness earns no credit.
-            channel.served = max(channel.served, min((other.served for other in self.busy), default=channel.served))
             self.busy.append(channel)
         channel.queue.append(message)
         self._offer(channel)
@@ -117,8 +126,10 @@ class Sender:
     def send_small(self, name: str, head: bytes, payload: bytes | memoryview) -> bool:
         """Put a whole message into the next batch, if nothing stands before it and it has credit; its bytes are copied."""
         channel = self._by_name.get(name)
-        if channel is None or channel.queue or self._batched >= BATCH or not self._shared.open:
-            return False
+        if channel is None or channel.queue or self.batched >= BATCH or not self._shared.open or self._shared.control:
+            return (
+                False  # the batch goes before the control frames, of which one may be the offer of an earlier message
+            )
         charge = len(head) + len(payload)
         messages, size, link = channel.messages, channel.bytes, self.link
         if (
@@ -133,19 +144,26 @@ class Sender:
         messages.sent += 1
         size.sent += charge
         link.sent += charge
-        self.batch.append(frame(FrameType.DATA, FIRST | LAST, channel.id, sequence & 0xFFFFFFFF, head, payload))
-        self._batched += charge
+        self.batch.append(HEADER.pack(_DATA, FIRST | LAST, len(head), channel.id, len(payload), sequence & 0xFFFFFFFF))
+        if head:
+            self.batch.append(head)
+        self.batch.append(payload if type(payload) is bytes else bytes(payload))
+        self.batched += charge
         self._shared.messages_out += 1
         return True
 
     def can_send(self, name: str, charge: int) -> bool:
-        """Whether a message of this size would start at once, as far as this channel and the link are concerned."""
+        """Whether a message of this size would start at once, as far as this channel and the link are concerned.
+
+        If not, `CreditAvailable` follows when it is worth asking again.
+        """
         channel = self._by_name.get(name)
-        if channel is None or channel.queue or not channel.id or not self._shared.open:
+        if channel is None or not channel.id or not self._shared.open:
             return False
-        if charge > channel.eager:
-            return channel.credit_for(0)
-        return channel.credit_for(charge) and self.link.available >= charge
+        need = 0 if charge > channel.eager else charge
+        can = not channel.queue and channel.credit_for(need) and self.link.available >= need
+        channel.starved = channel.starved or not can
+        return can
 
     def supersede(self, name: str, key: str) -> None:
         """Drop the waiting messages with this key."""
@@ -181,6 +199,7 @@ class Sender:
             self._offer(channel)
         elif channel in self.busy:
             self.busy.remove(channel)
+            self._relieve(channel)
 
     def _offer(self, channel: SendChannel) -> None:
         """Offer the large messages at the front of a queue, as far as the credit reaches."""
@@ -207,8 +226,11 @@ class Sender:
     def link_limit_received(self, limit: int) -> None:
         """The other side takes more bytes on the link."""
         if self.link.raise_to(limit):
-            for channel in self.busy:
-                self._offer(channel)
+            for channel in self._by_name.values():
+                if channel.queue:
+                    self._offer(channel)
+                else:
+                    self._relieve(channel)
 
     def limits_received(self, number: int, messages: int, size: int, complete: int) -> None:
         """A channel's limits, and how many of its messages are complete on the other side."""
@@ -216,6 +238,10 @@ class Sender:
         if complete > channel.next:
             raise ProtocolError(f"channel '{channel.name}': {complete} messages acknowledged, {channel.next} sent")
         for message in channel.acknowledged(complete):
+            if message.state is not State.SENT:
+                raise ProtocolError(
+                    f"channel '{channel.name}': message {message.sequence} acknowledged before it was sent"
+                )
             message.state = State.DELIVERED
             self._shared.events.append(events.MessageDelivered(message))
         self._raise_limits(channel, messages, size)
@@ -234,7 +260,9 @@ class Sender:
         channel = self._sending(number)
         error = MessageRefused(f"the peer refused a message on '{channel.name}': {reason}")
         message = channel.offered.get(sequence)
-        if message is not None and message.state is not State.SENDING:
+        if message is not None:
+            if message.state is State.SENDING:
+                raise ProtocolError(f"channel '{channel.name}': message {sequence} refused halfway")
             channel.queue.remove(message)
         else:
             message = next((item for item in channel.unacknowledged if item.sequence == sequence), None)
@@ -249,29 +277,30 @@ class Sender:
 
     def pull_batch(self, out: list[Any]) -> None:
         """Append the small messages that were put together by `send_small`."""
-        out += self.batch
+        out.append(b"".join(self.batch))
         self.batch.clear()
-        self._batched = 0
+        self.batched = 0
 
     def pull(self, out: list[Any]) -> None:
         """Append the next frames of queued messages: a batch of small ones, or one large."""
         size = 0
         while self.busy and size < BATCH:
-            channel = choose(self.busy, self.link)
+            channel = choose(self.busy, self.link, self._clocks)
             if channel is None:
-                self._say_blocked(out)
-                return
+                break
             count, message = channel.fragment(self.link, out)
             size += count
             if message is not None:
                 self._shared.messages_out += 1
                 self.sent.append(message)
                 self._settle(channel)
+        self._say_blocked(out)
 
     def _say_blocked(self, out: list[Any]) -> None:
         """Tell the other side, once for each limit, where this side waits for credit."""
         for channel in self.busy:
-            at = (channel.messages.limit, channel.bytes.limit + self.link.limit)
-            if channel.id and channel.queue[0].state is State.WAITING and channel.blocked_at != at:
-                channel.blocked_at = at
-                out.append(frame(FrameType.BLOCKED, channel=channel.id))
+            if channel.id and channel.queue[0].state is State.WAITING and not channel.ready(self.link):
+                at = (channel.messages.limit, channel.bytes.limit + self.link.limit)
+                if channel.blocked_at != at:
+                    channel.blocked_at = at
+                    out.append(frame(FrameType.BLOCKED, channel=channel.id))

@@ -1,8 +1,8 @@
 """A link's protocol without I/O: handshake, channels, credits, acknowledgements, heartbeats.
 
-The owner gives it bytes (`get_buffer`, `buffer_updated`, `eof_received`), time (`tick`, at `deadline`) and messages (`sender.send`),
-and takes from it bytes (`pull`, when the transport can write) and events (`events`, a list to empty after every call). It never
-raises for what the other side does: it says goodbye, tells `Closed`, and ignores the rest.
+The owner gives it bytes (`get_buffer`, `buffer_updated`, `eof_received`), time (`tick`, at `deadline`) and messages
+(`sender.send`), and takes from it bytes (`pull`, when the transport can write) and events (`events`, a list to empty after
+every call). It never raises for what the other side does: it says goodbye, tells `Closed`, and ignores the rest.
 
 The dialer opens with its preface, the listener answers with its own; then each says HELLO, the dialer first. The listener's
 HELLO says that it takes the dialer, and the dialer's first CREDIT that it takes the listener: then the session is open.
@@ -34,7 +34,7 @@ from p2pml.wire.measure import LinkMeter
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import Outgoing, join_small
 from p2pml.wire.receiver import Receiver
-from p2pml.wire.sender import Sender
+from p2pml.wire.sender import MAX_NAME, Sender
 from p2pml.wire.shared import Shared
 
 LIMITS = struct.Struct("<IQQQ")
@@ -150,19 +150,22 @@ class Session:
         self.lost(LinkClosed(f"{self.peer} closed the connection{where}{when}"))
 
     def preface_received(self, data: bytes) -> None:
+        if not self.dialer:  # before the other side's is judged, so that it can tell what is wrong
+            self.shared.control.append(preface(self.options.versions))
         read_preface(data, self.options.versions)
         if self.dialer:
             self._say_hello()
-        else:
-            self.shared.control.append(preface(self.options.versions))
 
     def control_received(self, kind: int, flags: int, channel: int, sequence: int, head: bytes, payload: bytes) -> None:
         if kind == FrameType.GOAWAY:
             self._goaway(flags, payload.decode(errors="replace"))
         elif not self.shared.open and not self._confirmed(kind):
-            if kind != FrameType.HELLO or self.hello is not None:
+            if kind == FrameType.HELLO and self.hello is None:
+                self._hello_received(head)
+            elif kind == FrameType.CHANNELS and self.hello is not None:
+                self._learn(_read_map(head, "CHANNELS"))  # there are others since the HELLO
+            else:
                 raise ProtocolError(f"a {FrameType(kind).name} frame came before the handshake was complete")
-            self._hello_received(head)
         elif kind == FrameType.CREDIT:
             self._credit_received(payload)
         elif kind == FrameType.OFFER:
@@ -191,6 +194,8 @@ class Session:
             if number:
                 self.sender.limits_received(number, messages, size, received)
             else:
+                if received > self.bytes_out:
+                    raise ProtocolError(f"{received} bytes acknowledged, {self.bytes_out} sent")
                 self.sender.link_limit_received(size)
                 self.meter.acknowledged(self.shared.now, received, self.bytes_out)
 
@@ -208,7 +213,7 @@ class Session:
         }
         head = codec.plain_dumps(about)
         if len(head) > MAX_HEAD:
-            raise MessageTooLarge(f"HELLO: channels and meta take {len(head)} bytes (at most {MAX_HEAD})")
+            raise HandshakeRefused(f"a node's channels and meta take {len(head)} bytes (at most {MAX_HEAD})")
         self.shared.control.append(frame(FrameType.HELLO, head=head))
         self._said_hello = True
 
@@ -218,8 +223,8 @@ class Session:
     def _hello_received(self, head: bytes) -> None:
         about = _read_map(head, "HELLO")
         peer, instance, agent = (_field(about, name, str) for name in ("peer", "instance", "agent"))
-        if not 0 < len(peer) <= 128 or not peer.isprintable():
-            raise ProtocolError("a HELLO with an empty, overlong or unprintable peer id")
+        if not all(0 < len(text) <= MAX_NAME and text.isprintable() for text in (peer, instance, agent)):
+            raise ProtocolError("a HELLO with an empty, overlong or unprintable peer id, instance or agent")
         codecs = tuple(name for name in _field(about, "codecs", list) if isinstance(name, str))
         limit = _field(about, "max_message", int)
         self.hello = events.Hello(peer, instance, agent, limit, codecs)
@@ -235,10 +240,14 @@ class Session:
         if not self.receiver.reserve():
             self.refuse(f"no receive memory left for another link ({self._budget_total} bytes in all)", retry=True)
         elif self.dialer:
-            self.shared.dirty[0] = None
+            # Now, so that it comes before all that is allowed from here on.
+            self.shared.control.append(frame(FrameType.CREDIT, payload=self._limits()))
             self._opened()
         else:
-            self._say_hello()
+            try:
+                self._say_hello()
+            except HandshakeRefused as error:
+                self._fail(error)
 
     def refuse(self, reason: str, *, retry: bool = False) -> None:
         """Close the session with a peer that said hello. The other answer to `HelloReceived`."""
@@ -275,10 +284,12 @@ class Session:
         self.shared.events.append(events.ChannelsChanged())
 
     def add_channel(self, name: str, options: ChannelOptions) -> None:
-        """Open a channel for receiving on a session that may be open already."""
-        self.receiver.add_channel(name, options)
+        """Open a channel for receiving on a session that may be open already. One without the memory for it is closed."""
         self.sender.prefer(name, options)
-        self.announce()
+        if self.receiver.add_channel(name, options):
+            self.announce()
+        else:
+            self._fail(HandshakeRefused(f"no receive memory left for channel '{name}'", retryable=True))
 
     def announce(self) -> None:
         """Tell the peer of the channels and the meta as they are now, if it has been told of others."""
@@ -315,7 +326,9 @@ class Session:
 
     def _goodbye(self, code: int, reason: str) -> None:
         if not self.is_closed:
-            self.shared.control.append(frame(FrameType.GOAWAY, flags=code, payload=reason.encode()[:MAX_CONTROL]))
+            self.shared.control.append(
+                frame(FrameType.GOAWAY, flags=code, payload=reason.encode(errors="replace")[:MAX_CONTROL])
+            )
 
     def _goaway(self, code: int, reason: str) -> None:
         if code in (REFUSED, RETRY):
@@ -371,6 +384,7 @@ class Session:
             out.append(frame(FrameType.CREDIT, payload=self._limits()))
 
     def _limits(self) -> bytes:
+        self.receiver.link.consume(0, at_once=True)
         entries = [LIMITS.pack(0, 0, self.receiver.link.limit, self.bytes_in)]
         for number in list(self.shared.dirty)[: MAX_CONTROL // LIMITS.size - 1]:
             del self.shared.dirty[number]
@@ -438,6 +452,6 @@ def _read_map(head: bytes, what: str) -> dict[str, Any]:
 
 def _field(about: Mapping[str, Any], name: str, kind: type) -> Any:
     value = about.get(name)
-    if type(value) is not kind or (kind is int and value < 0):
+    if type(value) is not kind or (isinstance(value, int) and value < 0):
         raise ProtocolError(f"a handshake without a proper '{name}'")
     return value

@@ -47,14 +47,16 @@ class Merged:
 
 @message("chainsgd/done")
 class Done:
-    """The sender has the whole result. `applied`: and is through with it, so that it can contribute to the next
-    round.
+    """The sender is through with the attempt, and has the whole result, of weight Σθ, if there is one.
+
+    `applied`: so that it can contribute to the next round. `holds`: it has a model that it can give to those who join.
     """
 
     round: int
     attempt: int
     weight: float
     applied: bool
+    holds: bool
 
 
 @message("chainsgd/aborted")
@@ -126,15 +128,16 @@ class Welcome:
 class Plan:
     """A new attempt. `contributors` reduce their models to one along `pairs` of sender and receiver.
 
-    Each of `trees` lists peers that get the result, the first of which has it (see `broadcast`). Without contributors
-    nothing is reduced, and the first of each tree has the result already. Pairs and trees that are not yet known
-    follow as `Pair` and `Root`.
+    `excluded` are members that do not, with the reason. Each of `trees` lists peers that get the result, the first of
+    which has it (see `broadcast`). Without contributors nothing is reduced, and the first of each tree has the result
+    already. Pairs and trees that are not known yet follow as `Pair` and `Root`.
     """
 
     round: int
     attempt: int
     members: list[str]
     contributors: list[str]
+    excluded: dict[str, str]
     pairs: list[list[str]]
     trees: list[list[str]]
 

@@ -75,6 +75,7 @@ class Reduction:
 
     def _clear(self) -> None:
         self._running = False
+        self._cut: set[str] = set()
         self._senders: dict[str, int] = {}  # how many segments each has sent
         self._open = False  # whether others may turn out to be senders, too
         self._own: tuple[BoundTensors, float] | None = None
@@ -124,9 +125,9 @@ class Reduction:
         for sender in senders:
             self._senders.setdefault(sender, 0)
         self._open = not final
-        if strangers := self._senders.keys() - set(senders):
-            if final:
-                raise Refusal(min(strangers), "it sent segments that the plan has not")
+        strangers = self._senders.keys() - set(senders)
+        if strangers and final:
+            raise Refusal(min(strangers), "it sent segments that the plan has not")
         yield from self.pump()
 
     def send_to(self, receiver: str) -> Iterator[Effect]:
@@ -161,7 +162,11 @@ class Reduction:
         return [self.accumulator.tensors[index].data]
 
     def forget(self, peer: str) -> Iterator[Effect]:
-        """`peer` is gone, and no longer writes to memory that it was given."""
+        """The link to `peer` is gone: it no longer writes to memory that it was given, and what it sent is not whole.
+
+        Should it come back before the attempt is aborted, what it sends then has a gap, and is ignored.
+        """
+        self._cut.add(peer)
         for index in [index for index, claim in self._claims.items() if claim.peer == peer]:
             del self._claims[index]
             yield from self._freed(index)
@@ -172,7 +177,7 @@ class Reduction:
         placed = self._claims.get(message.index) == Claim(peer, type(message), stamp)
         if placed:
             del self._claims[message.index]
-        if stamp == self.stamp and self._running:
+        if stamp == self.stamp and self._running and peer not in self._cut:
             self._count(peer, message)
             self._take(peer, message, placed=placed)
         if placed:

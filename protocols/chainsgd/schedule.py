@@ -63,8 +63,7 @@ class Schedule:
         """Record a scheduler's pair. Raises `ValueError` for one that the rule above forbids."""
         remaining = self.remaining()
         if sender == receiver or sender not in remaining or receiver not in remaining:
-            raise ValueError(f"the scheduler named the pair {sender} to {receiver}, one of which sends already or is
-            none")
+            raise ValueError(f"the scheduler named {sender} to {receiver}: one of them sends already, or is none")
         self.sends[sender] = receiver
 
     def merge(self, sender: str) -> None:

@@ -1,7 +1,9 @@
 """The shipped tasks' networks: plain chains of named layers, so that they can be cut at any point.
 
-Strided convolutions in place of pooling: on one core they train three times as fast, at the same accuracy. BatchNorm in
-place of GroupNorm: where peers differ in their people and not in their classes, it is the better of the two by 0.03.
+Choices for the motion network were made by cross-validation among the eight training subjects (three peers train, two
+subjects are left out in turn): strided convolutions train 1.5 times as fast as pooling and are no worse; BatchNorm is
+better than GroupNorm by 0.06, as peers there differ in their people and not in their classes; kernels of 7 are better
+than 5 by 0.02 and no worse than 9 or 11.
 """
 
 from __future__ import annotations

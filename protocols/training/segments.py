@@ -206,6 +206,11 @@ class BoundTensors:
         for own, where in self.parts(index):
             np.copyto(own, data[where], casting="unsafe")
 
+    def refresh(self) -> None:
+        """Copy anew what had to be copied: the tensors have other values now."""
+        for tensor, spec, flat in self._copied:
+            np.copyto(flat, _flat(spec, export(tensor)[1]))
+
     def flush(self) -> None:
         """After the last `scatter`: write copies back into the tensors that they were made of."""
         for tensor, spec, flat in self._copied:

@@ -303,12 +303,13 @@ def test_peak_memory(polled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(Path, "write_text", refuse)
     size = 64_000_000
-    with PeakMemory() as idle:
-        pass
-    with PeakMemory() as peak:
-        held = np.ones(size, np.uint8)
-        if not polled:
-            del held
+    idle = PeakMemory()
+    idle.stop()
+    peak = PeakMemory()
+    held = np.ones(size, np.uint8)
+    if not polled:
+        del held
+    peak.stop()
     assert (peak.method == "polled") or not polled
     assert idle.extra < size / 4
     assert size * 0.9 < peak.extra < size * 1.5

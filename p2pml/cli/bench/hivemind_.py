@@ -42,7 +42,7 @@ class HivemindReducer(Reducer):
         self.resources.callback(dht.shutdown)
         return dht
 
-    async def prepare(self, values: Array) -> None:
+    async def prepare(self, values: Array) -> str:
         import torch
 
         self._averager: Any = self._hivemind.DecentralizedAverager(
@@ -53,6 +53,7 @@ class HivemindReducer(Reducer):
             min_group_size=self.size,
             start=True,
         )
+        return ""
 
     async def reduce(self, values: Array) -> Array:
         if self._averager.step(timeout=CALL_SECONDS / 2) is None:
@@ -61,6 +62,5 @@ class HivemindReducer(Reducer):
             result: Array = tensor.numpy().copy()
         return result
 
-    async def forget(self) -> None:
+    async def release(self) -> None:
         self._averager.shutdown()
-        await super().forget()

@@ -6,14 +6,12 @@ import os
 import re
 import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 POLL_SECONDS = 0.001
 
 
 class PeakMemory:
-    """A context manager; afterwards `extra` is the peak of the resident memory above what it was before, in bytes.
+    """From its making to `stop`; then `extra` is the peak of the resident memory above what it was at first, in bytes.
 
     `method` says how it was found: 'high-water mark' (Linux; the kernel's own, reset before), where that may not be reset
     'polled' (every `POLL_SECONDS`, which misses short peaks and takes a little time of the work's).
@@ -21,7 +19,7 @@ class PeakMemory:
 
     extra: int
 
-    def __enter__(self) -> Self:
+    def __init__(self) -> None:
         try:
             Path("/proc/self/clear_refs").write_text("5")
             self.method = "high-water mark"
@@ -32,11 +30,9 @@ class PeakMemory:
             self._before = self._peak = _resident()
             self._thread = threading.Thread(target=self._poll, daemon=True)
             self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """End the measurement."""
         if self.method == "polled":
             self._ended.set()
             self._thread.join()

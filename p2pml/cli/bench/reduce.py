@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from p2pml.cli.bench import report
+from p2pml.cli.bench.chain import ChainReducer
 from p2pml.cli.bench.gloo import GlooReducer
 from p2pml.cli.bench.harness import ContestantFailed, Group, installed_loops
 from p2pml.cli.bench.hivemind_ import HivemindReducer
@@ -25,7 +26,7 @@ from p2pml.cli.bench.reducers import Reducer
 from p2pml.cli.bench.report import Target
 
 OURS = "p2pml"
-FAMILIES: dict[str, type[Reducer]] = {"gloo": GlooReducer, "hivemind": HivemindReducer}
+FAMILIES: dict[str, type[Reducer]] = {OURS: ChainReducer, "gloo": GlooReducer, "hivemind": HivemindReducer}
 
 START_DELAY = 0.5
 """Seconds until a common start: enough for a busy machine to tell all ranks of it."""
@@ -82,17 +83,16 @@ def measure(
 
 
 def _turn(outcome: Outcome, name: str, group: Group, label: str, size: int, *, counts: bool) -> None:
-    group.call("fill", size // 4)
+    group.call("meet", group.call("fill", size // 4))
     times = IN_A_ROW if size < SMALL else 1
-    spans = group.call("timed", time.monotonic() + START_DELAY, times)
-    seconds = (max(ended for _, ended in spans) - min(began for began, _ in spans)) / times
-    needs = group.call("memory")
+    ranks = group.call("timed", time.monotonic() + START_DELAY, times)
     group.call("forget")
+    seconds = (max(ended for _, ended, _, _ in ranks) - min(began for began, _, _, _ in ranks)) / times
     if counts:
         outcome.seconds.setdefault(name, {}).setdefault(label, []).append(seconds)
         highest = outcome.memory.setdefault(name, {})
-        highest[label] = max(highest.get(label, 0), *(extra for extra, _ in needs))
-        outcome.memory_methods.update(method for _, method in needs)
+        highest[label] = max(highest.get(label, 0), *(extra for _, _, extra, _ in ranks))
+        outcome.memory_methods.update(method for _, _, _, method in ranks)
 
 
 def compare(

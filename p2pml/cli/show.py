@@ -1,0 +1,139 @@
+"""Where the events of a training go: a live display on a terminal, plain lines, or JSON lines for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from p2pml.cli.progress import Event, Progress
+
+Sink = Callable[[Event], None]
+
+
+@contextmanager
+def showing(kind: str, progress: Progress, out: TextIO | None = None) -> Iterator[Sink]:
+    """What to call with every event; `kind` is 'lines', 'json', or 'auto': live on a terminal, lines elsewhere.
+
+    `progress` is fed by it.
+    """
+    out = sys.stdout if out is None else out
+    if kind == "auto" and out.isatty():
+        from p2pml.cli.live import Live
+
+        with Live(progress, out) as live:
+            yield live
+    elif kind == "json":
+        yield JsonLines(progress, out)
+    else:
+        yield Lines(progress, out)
+
+
+class JsonLines:
+    """One JSON object on each line; NaN and infinities, which JSON does not have, become null."""
+
+    def __init__(self, progress: Progress, out: TextIO) -> None:
+        self._progress, self._out = progress, out
+
+    def __call__(self, event: Event) -> None:
+        self._progress.feed(event)
+        print(json.dumps(_plain(event), allow_nan=False, separators=(",", ":")), file=self._out, flush=True)
+
+
+class Lines:
+    """Lines for people, where there is no terminal: what happens to peers, and each round once all have finished it."""
+
+    def __init__(self, progress: Progress, out: TextIO) -> None:
+        self._progress, self._out = progress, out
+        self._shown = 0
+
+    def __call__(self, event: Event) -> None:
+        text = describe(event, self._progress)
+        self._progress.feed(event)
+        if text:
+            print(text, file=self._out, flush=True)
+        for _ in self._progress.closed[self._shown :]:
+            print(describe_round(self._progress, self._shown, event["time"]), file=self._out, flush=True)
+            self._shown += 1
+
+
+def describe(event: Event, progress: Progress) -> str:
+    """One line on what happened, or nothing for what is told otherwise. `progress` is as it was before."""
+    kind, peer = event["event"], event["peer"]
+    known = progress.peers.get(peer)
+    if kind == "open":
+        where = " ".join(event["addresses"])
+        return f"{peer} opened a group of {event['parts']} to train {event['task']}; to join:  p2pml join {where}"
+    if kind == "waiting":
+        repeated = known is not None and known.reason == event["reason"]
+        return "" if repeated else f"{peer} cannot join yet: {event['reason']}; trying again"
+    if kind == "ready":
+        return f"{peer} is ready with part {event['part'] + 1} of {event['parts']} ({event['samples']} examples)"
+    if kind == "member":
+        return f"{event['member']} is a member of the group" if event["member"] not in progress.members else ""
+    if kind == "gone":
+        return f"{event['member']} is gone: {event['reason']}" if event["member"] in progress.members else ""
+    if kind == "refused":
+        return f"round {event['round']}: the contribution of {event['contributor']} is refused: {event['reason']}"
+    if kind == "note":
+        return f"{peer}: {event['text']}"
+    if kind == "done":
+        return f"{peer} is done"
+    if kind == "left":
+        return f"{peer} left"
+    if kind == "failed":
+        return f"{peer} failed: {event['error']}"
+    if kind == "exited":
+        return "\n".join([f"{peer} ended with {event['status']}", *(f"  | {line}" for line in event["tail"])])
+    return ""
+
+
+def describe_round(progress: Progress, index: int, now: float) -> str:
+    """A line on the round at `index` of those that are closed."""
+    done = progress.closed[index]
+    of = f"/{progress.rounds}" if progress.rounds else ""
+    parts = [f"round {done.number}{of}"]
+    if done.loss is not None:
+        parts.append(f"loss {done.loss:.3f}")
+    if done.accuracy is not None:
+        parts.append(f"accuracy {done.accuracy:.3f}")
+    parts.append(f"{size(done.bytes_sent)} at {size(done.bytes_per_second)}/s")
+    if done.seconds is not None:
+        parts.append(f"{done.seconds:.1f} s")
+    if done.pairs:
+        parts.append(" ".join(f"{sender}→{receiver}" for sender, receiver in done.pairs))
+    left = progress.seconds_left(now)
+    if left:
+        parts.append(f"ETA {duration(left)}")
+    return "  ".join(parts)
+
+
+def size(count: float) -> str:
+    """Bytes for people: '1.2 MB'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("the last unit takes all")
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: '42 s', '3:07', '1:02:45'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,257 @@
+"""FedOptima's message flow and control (arXiv 2504.13850, algorithms 1 to 4), on a linear model of a few numbers.
+
+A device trains the front of the model against an auxiliary head, streams what the front gives to the server while it has
+credit for it, and after `local_steps` iterations sends its front and waits for the global one. The server trains the back
+on those activations, one computation at a time; a device's model goes first, then the device that was served least.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2pml.statemachine import (
+    Compute,
+    Computed,
+    CreditGranted,
+    Effect,
+    Finish,
+    Grant,
+    PeerJoined,
+    PeerLeft,
+    Received,
+    Report,
+    Send,
+    SendFailed,
+    StateMachine,
+    on,
+)
+from p2pml.wire.codec import TensorLike, Tensors, message
+from p2pml.wire.options import ChannelOptions
+
+Array = NDArray[np.float32]
+Model = dict[str, Array]
+RATE = np.float32(0.05)
+CHANNELS = {
+    "activations": ChannelOptions(manual=True),
+    "models": ChannelOptions(messages=1),
+    "control": ChannelOptions(priority=0),
+}
+
+
+@message("sketch/fedoptima/activations")
+class Activations:
+    x: TensorLike
+    y: TensorLike
+
+
+@message("sketch/fedoptima/device-model")
+class DeviceModel:
+    base: int  # t_k: the version of the global model that it was trained from
+    tensors: Tensors
+
+
+@message("sketch/fedoptima/global-model")
+class GlobalModel:
+    version: int
+    tensors: Tensors
+
+
+@message("sketch/fedoptima/stop")
+class Stop:
+    pass
+
+
+def local_step(model: Model, x: Array, y: Array) -> tuple[float, Array, Array]:
+    """One step against the auxiliary head, in place. Returns the loss, the activations before the step, the labels."""
+    hidden = x @ model["front"]
+    error = hidden @ model["head"] - y
+    gradient = x.T @ (error @ model["head"].T) / len(x)
+    model["head"] -= RATE * hidden.T @ error / len(x)
+    model["front"] -= RATE * gradient
+    return float((error**2).mean()), hidden, y
+
+
+def server_step(back: Array, x: Array, y: Array) -> float:
+    """One step of the back, in place. Returns the loss."""
+    error = x @ back - y
+    back -= RATE * x.T @ error / len(x)
+    return float((error**2).mean())
+
+
+def merge(mine: Model, other: Model, alpha: float) -> Model:
+    """A new model: the old one may still be on its way to a device."""
+    return {name: np.float32(alpha) * other[name] + np.float32(1 - alpha) * mine[name] for name in mine}
+
+
+def arrays(tensors: Mapping[str, Any]) -> Model:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+class Device(StateMachine):
+    """Algorithm 1."""
+
+    name = "sketch/fedoptima"
+    channels = CHANNELS
+
+    def __init__(self, x: Array, y: Array, local_steps: int, batch: int = 4) -> None:
+        self.info = {"role": "device"}
+        self.x, self.y, self.local_steps, self.batch = x, y, local_steps, batch
+        self.model: Model = {}
+        self.base = self.steps = self.models_sent = self.replies = self.streamed = self.discarded = 0
+        self.active = False  # the paper's sender status
+        self.server = ""
+
+    @on(PeerJoined)
+    def meet(self, event: PeerJoined) -> None:
+        if event.info["role"] == "server":
+            self.server = event.peer
+
+    @on(CreditGranted)
+    def turn_on(self, event: CreditGranted) -> None:
+        if event.channel == "activations":
+            self.active = True
+
+    @on(Received[GlobalModel])
+    def replace(self, event: Received[GlobalModel]) -> Iterator[Effect]:
+        self.model, self.base = arrays(event.message.tensors), event.message.version
+        self.replies += 1
+        yield self._step()
+
+    def _step(self) -> Compute:
+        chosen = [self.random.randrange(len(self.x)) for _ in range(self.batch)]
+        return Compute("step", local_step, (self.model, self.x[chosen], self.y[chosen]), cost=self.batch)
+
+    @on(Computed)
+    def go_on(self, event: Computed) -> Iterator[Effect]:
+        _, x, y = event.result
+        self.steps += 1
+        if self.active:
+            self.active = False
+            self.streamed += 1
+            yield Send(self.server, Activations(x, y), "activations", or_drop=True, tag="activations")
+        else:
+            self.discarded += 1
+        if self.steps % self.local_steps:
+            yield self._step()
+        else:  # the model rests until the answer, which proves that it arrived: it need not be copied
+            self.models_sent += 1
+            yield Send(self.server, DeviceModel(self.base, self.model), "models")
+
+    @on(SendFailed)
+    def declined(self, event: SendFailed) -> None:
+        self.streamed, self.discarded = self.streamed - 1, self.discarded + 1
+
+    @on(Received[Stop])
+    def stop(self, event: Received[Stop]) -> Iterator[Effect]:
+        yield Finish(self.steps)
+
+    @on(PeerLeft)
+    def alone(self, event: PeerLeft) -> Iterator[Effect]:
+        if event.peer == self.server:
+            yield Finish(self.steps)
+
+
+@dataclass
+class Seat:
+    """What the server keeps for a device: queue Q^act_k, counter c_k, and whether it holds a credit."""
+
+    count: int
+    queue: deque[Activations]
+    granted: bool = False
+
+
+class Server(StateMachine):
+    """Algorithms 2 to 4. `omega` bounds queued activations and credits together, `stop_at` is the last version t."""
+
+    name = "sketch/fedoptima"
+    channels = CHANNELS
+
+    def __init__(self, model: Model, back: Array, omega: int, stop_at: int, max_staleness: int = 1000) -> None:
+        self.info = {"role": "server"}
+        self.model, self.back = model, back
+        self.omega, self.stop_at, self.max_staleness = omega, stop_at, max_staleness
+        self.version = self.stale = self.peak = 0
+        self.losses: list[float] = []
+        self.seats: dict[str, Seat] = {}
+        self.models: deque[tuple[str, DeviceModel]] = deque()
+        self.busy = False
+
+    @on(PeerJoined)
+    def seat(self, event: PeerJoined) -> Iterator[Effect]:
+        if event.info["role"] == "device":
+            least = min((seat.count for seat in self.seats.values()), default=0)
+            self.seats[event.peer] = Seat(least, deque())
+            yield Send(event.peer, GlobalModel(self.version, self.model), "models")
+            yield from self._grant()
+
+    @on(PeerLeft)
+    def purge(self, event: PeerLeft) -> Iterator[Effect]:
+        self.seats.pop(event.peer, None)
+        self.models = deque(item for item in self.models if item[0] != event.peer)
+        yield from self._grant()
+
+    @on(Received[DeviceModel])
+    def put_model(self, event: Received[DeviceModel]) -> Iterator[Effect]:
+        self.models.append((event.peer, event.message))
+        yield from self._get()
+
+    @on(Received[Activations])
+    def put_activations(self, event: Received[Activations]) -> Iterator[Effect]:
+        seat = self.seats[event.peer]
+        seat.granted = False
+        seat.queue.append(event.message)
+        yield from self._get()
+
+    def _get(self) -> Iterator[Effect]:
+        """Start the next computation, if none runs (algorithm 3)."""
+        while self.models and not self.busy:
+            peer, message = self.models.popleft()
+            age = self.version - message.base
+            if age > self.max_staleness:
+                self.stale += 1
+                yield Send(peer, GlobalModel(self.version, self.model), "models")
+            else:
+                self.busy = True
+                yield Compute(("merge", peer), merge, (self.model, arrays(message.tensors), 1 / (age + 1)))
+        waiting = [seat for seat in self.seats.values() if seat.queue]
+        if waiting and not self.busy:
+            seat = min(waiting, key=lambda seat: seat.count)
+            seat.count += 1
+            batch: Any = seat.queue.popleft()
+            self.busy = True
+            yield Compute(
+                ("train", ""), server_step, (self.back, batch.x.numpy(), batch.y.numpy()), cost=len(batch.y.shape)
+            )
+        yield from self._grant()
+
+    def _grant(self) -> Iterator[Effect]:
+        """Credit for those without, the least served first, as far as `omega` goes (section IV-C)."""
+        taken = sum(len(seat.queue) + seat.granted for seat in self.seats.values())
+        self.peak = max(self.peak, taken)
+        without = [(seat.count + len(seat.queue), peer) for peer, seat in self.seats.items() if not seat.granted]
+        for _, peer in sorted(without)[: max(0, self.omega - taken)]:
+            self.seats[peer].granted = True
+            yield Grant(peer, "activations")
+
+    @on(Computed)
+    def computed(self, event: Computed) -> Iterator[Effect]:
+        self.busy = False
+        what, peer = event.tag
+        if what == "train":
+            self.losses.append(event.result)
+        else:
+            self.model, self.version = event.result, self.version + 1
+            yield Report("version", {"t": self.version, "device": peer})
+            yield Send(peer, GlobalModel(self.version, self.model), "models")
+        if self.version == self.stop_at:
+            for peer in self.seats:
+                yield Send(peer, Stop(), "control")
+            yield Finish(self.version)
+        else:
+            yield from self._get()
