@@ -9,7 +9,7 @@ import sys
 import torch
 from torch import nn
 
-from p2pml.protocols.chainsgd import Group
+from p2pml.protocols.chainsgd.group import Group
 
 role, address = sys.argv[1:3]
 rank = {"start": 0, "join": 1}[role]

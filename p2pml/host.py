@@ -17,16 +17,19 @@ from typing import Any
 
 from p2pml import statemachine as sm
 from p2pml.errors import LinkClosed, MachineFailed, MessageError, P2PMLError
-from p2pml.link import Ticket
+from p2pml.link import Ticket, as_encoded
 from p2pml.node import Node, Peer
 from p2pml.wire import codec, events
+from p2pml.wire.options import ChannelOptions
 
 logger = logging.getLogger("p2pml")
 
 GOODBYE = 1.0
 """Seconds in which a finished machine's last messages may still go out."""
 MEASURE_EVERY = 1.0
-"""Seconds between `LinkMeasured` events, for machines that want them."""
+"""Seconds between `LinkMeasured` and `ResourcesMeasured` events, for machines that want them."""
+MAX_REASON = 500
+"""Characters of a failure that peers are told."""
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 
 Reporter = Callable[[str, Mapping[str, Any]], None]
@@ -65,12 +68,17 @@ class Host:
         self._draining = False
         self._members: set[str] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._measuring: asyncio.TimerHandle | None = None
         self._lanes: dict[str, ThreadPoolExecutor] = {}
+        self._computing: set[asyncio.Future[Any]] = set()
         self._commands: dict[str, deque[asyncio.Future[Any]]] = {}
         self._result: asyncio.Future[Any] | None = None
         self._unwatch: Callable[[], None] | None = None
         self._ended = asyncio.Event()
+        self._failed = False
+        self._retiring: asyncio.Task[None] | None = None
         self._connecting: dict[str, asyncio.Task[None]] = {}
+        self._expected: set[str] = set()
         self._effects: dict[type[sm.Effect], Callable[[Any], None]] = {
             sm.Send: self._send,
             sm.Grant: self._grant,
@@ -94,26 +102,34 @@ class Host:
         machine.begin(node.id, self._seed, self._loop.time())
         for name, options in machine.channels.items():
             node.open(self._channel(name), options, handler=self._arrived, place=self._place)
+        node.announce(machine.name, [RUNNING, dict(machine.info)])
         self._unwatch = node.watch(self._watch)
         self.feed(sm.Started())
-        node.announce(machine.name, [RUNNING, dict(machine.info)])
         for peer in list(node.peers.values()):
             self._look_at(peer)
-        if machine.handles(sm.LinkMeasured):
-            self._set_measuring()
+        if machine.handles(sm.LinkMeasured) or machine.handles(sm.ResourcesMeasured):
+            self._measuring = self._loop.call_later(MEASURE_EVERY, self._measure)
         return self
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if not self.machine.finished and kind is None:
-            await self.stop()
-        self._end(LinkClosed("the host is closed"))
-        await self._retire(FINISHED, "")
-        if self._unwatch is not None:
-            self._unwatch()
-        for name in self.machine.channels:
-            self.node.close_channel(self._channel(name))
-        for lane in self._lanes.values():
-            await asyncio.to_thread(lane.shutdown, wait=True, cancel_futures=True)
+        """Ask the machine to end if it has not, and wait for the computations that are under way: a thread can't be stopped."""
+        try:
+            if not self.machine.finished and kind is None:
+                await self.stop()
+            self._end(f"{self.machine.name} on {self.node.id}: its host was closed before it had finished")
+            self._retire_soon()
+            if self._retiring is not None:
+                await asyncio.wait([self._retiring])
+        finally:
+            self._end("its host was closed")
+            if self._unwatch is not None:
+                self._unwatch()
+            for name in self.machine.channels:
+                self.node.close_channel(self._channel(name))
+            for lane in self._lanes.values():
+                lane.shutdown(wait=False, cancel_futures=True)
+        if self._computing:
+            await asyncio.wait(self._computing)
 
     async def result(self) -> Any:
         """What the machine finished with. Raises `MachineFailed` if it did not get there."""
@@ -121,10 +137,15 @@ class Host:
         return await asyncio.shield(self._result)
 
     async def command(self, name: str, value: Any = None) -> Any:
-        """Give the machine a `Command`, and wait for its `Reply`. Raises what the machine replied with, or `MachineFailed`."""
+        """Give the machine a `Command`, and wait for its `Reply`.
+
+        Raises what the machine replied with, `MachineFailed` if it ends or has ended, `LookupError` if it has no such command.
+        """
         if self._result is not None and self._result.done():
             self._result.result()
-            raise MachineFailed(f"{self.machine.name} has finished", peer=self.node.id)
+            raise MachineFailed(f"{self.machine.name} on {self.node.id} has finished", peer=self.node.id)
+        if (sm.Command, name) not in self.machine._handlers:
+            raise LookupError(f"{self.machine.name} has no handler for command '{name}'")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._commands.setdefault(name, deque()).append(future)
         self.feed(sm.Command(name, value))
@@ -139,24 +160,37 @@ class Host:
         except TimeoutError:
             logger.warning("%s did not end within %g s", self.machine.name, patience)
 
-    def _end(self, error: P2PMLError) -> None:
+    def _end(self, reason: str, cause: BaseException | None = None) -> None:
+        """Stop everything that runs for the machine; who still waits for something from it gets a `MachineFailed`."""
         self.machine.finished = True
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        if self._measuring is not None:
+            self._measuring.cancel()
         for task in self._connecting.values():
             task.cancel()
-        for waiting in self._commands.values():
-            for future in waiting:
-                if not future.done():
-                    future.set_exception(error)
+        waiting = [future for asked in self._commands.values() for future in asked]
         self._commands.clear()
-        if self._result is not None and not self._result.done():
-            self._result.set_exception(error)
+        if self._result is not None:
+            waiting.append(self._result)
+        trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
+        for future in waiting:
+            if not future.done():
+                failure = MachineFailed(reason, peer=self.node.id, trace=trace)
+                failure.__cause__ = cause
+                future.set_exception(failure)
         self._ended.set()
 
-    async def _retire(self, state: str, reason: str) -> None:
+    def _retire_soon(self) -> None:
         """Let the last messages go out, then tell the peers that this machine has ended."""
+        if self._retiring is None and not self._failed:
+            try:
+                self._retiring = self.node.spawn(self._retire())
+            except LinkClosed:
+                logger.info("%s: its node has gone before it", self.machine.name)
+
+    async def _retire(self) -> None:
         try:
             async with asyncio.timeout(GOODBYE):
                 for peer_id in sorted(self._members):
@@ -165,13 +199,15 @@ class Host:
                         await peer.link.drained()
         except TimeoutError:
             logger.warning("%s: not all of its last messages went out", self.machine.name)
-        self.node.announce(self.machine.name, [state, reason])
+        self.node.announce(self.machine.name, [FINISHED, ""])
 
     def _fail(self, error: BaseException, where: str) -> None:
-        trace = "".join(traceback.format_exception(error))
-        text = f"{self.machine.name} on {self.node.id} failed in {where}: {type(error).__name__}: {error}"
-        self._end(MachineFailed(text, peer=self.node.id, trace=trace))
-        self.node.announce(self.machine.name, [FAILED, f"{where}: {type(error).__name__}: {error}"])
+        self._failed = True
+        what = f"{where}: {type(error).__name__}: {error}"
+        text = f"{self.machine.name} on {self.node.id} failed in {what}"
+        logger.warning("%s", text)
+        self._end(text, error)
+        self.node.announce(self.machine.name, [FAILED, what[:MAX_REASON]])
 
     # ----------------------------------------------------------------------------------------------- events
 
@@ -187,6 +223,8 @@ class Host:
         finally:
             self._draining = False
 
+    # `Exception` is caught in what follows because a machine is other people's code: whatever it raises is its end, not the node's.
+
     def _step(self, event: sm.Event) -> None:
         if self.machine.finished:
             return
@@ -199,6 +237,8 @@ class Host:
     def _watch(self, what: str, peer: Peer, detail: Any) -> None:
         if what == "left":
             self._forget(peer.id, str(detail))
+        elif peer.link.session.is_closed:
+            return  # its 'left' is on its way
         elif what == "credit":
             channel = self._own_channel(detail)
             if channel is not None and peer.id in self._members:
@@ -214,6 +254,7 @@ class Host:
         state, detail = about
         if state == RUNNING and peer.id not in self._members:
             self._members.add(peer.id)
+            self._expected.discard(peer.id)
             self.feed(sm.PeerJoined(peer.id, detail if isinstance(detail, dict) else {}))
         elif state == FAILED:
             self._forget(peer.id, f"its machine failed in {detail}")
@@ -221,13 +262,19 @@ class Host:
             self._forget(peer.id, "its machine has finished")
 
     def _forget(self, peer: str, reason: str) -> None:
-        if peer in self._members:
+        if peer in self._members or peer in self._expected:
             self._members.discard(peer)
+            self._expected.discard(peer)
             self.feed(sm.PeerLeft(peer, reason))
 
     def _arrived(self, peer: Peer, arrived: events.Arrived) -> None:
-        if peer.id not in self._members:
-            self._look_at(peer)
+        if self.machine.finished:
+            peer.link.consumed(arrived)
+            return
+        if peer.id not in self._members or self.node.peers.get(peer.id) is not peer:
+            # Not from a machine of this name, or unpacked so late that its sender has left.
+            peer.link.refuse(arrived, MessageError(f"{self.machine.name} knows no machine on {peer.id}"))
+            return
         if not self.machine.accepts(type(arrived.message)):
             what = type(arrived.message).__name__
             peer.link.refuse(arrived, MessageError(f"{self.machine.name} has no use for a message of {what}"))
@@ -243,7 +290,8 @@ class Host:
         if method is None or self.machine.finished:
             return None
         try:
-            return getattr(self.machine, method)(peer, head)
+            found = getattr(self.machine, method)(peer, head)
+            return None if found is None else [memoryview(buffer) for buffer in found]
         except MessageError:
             raise
         except Exception as error:
@@ -257,47 +305,54 @@ class Host:
         owner, _, name = channel.partition("/")
         return name if owner == self.machine.name and name in self.machine.channels else None
 
-    def _set_measuring(self) -> None:
-        def measure() -> None:
-            for peer_id in list(self._members):
+    def _measure(self) -> None:
+        if self.machine.handles(sm.LinkMeasured):
+            for peer_id in sorted(self._members):
                 peer = self.node.peers.get(peer_id)
                 if peer is not None:
                     self.feed(sm.LinkMeasured(peer_id, peer.bytes_per_second, peer.round_trip))
-            if not self.machine.finished:
-                self._timers["p2pml measure"] = self._loop.call_later(MEASURE_EVERY, measure)
-
-        self._timers["p2pml measure"] = self._loop.call_later(MEASURE_EVERY, measure)
+        if self.machine.handles(sm.ResourcesMeasured):
+            self.feed(sm.ResourcesMeasured(measure()))
+        if not self.machine.finished:
+            self._measuring = self._loop.call_later(MEASURE_EVERY, self._measure)
 
     # ---------------------------------------------------------------------------------------------- effects
 
-    def _send(self, effect: sm.Send) -> None:
-        peer = self.node.peers.get(effect.peer)
-        tracked = effect.tag is not None
-        if peer is None or effect.peer not in self._members:
-            if tracked:
-                self.feed(sm.SendFailed(effect.peer, effect.tag, "the peer is not here"))
-            return
-        options = self.machine.channels.get(effect.channel)
-        if options is None:
-            raise LookupError(f"{self.machine.name} has no channel '{effect.channel}'")
-        channel = self._channel(effect.channel)
-        session = peer.link.session
-        if effect.or_drop and not session.sender.can_send(channel, codec.encode(effect.message).size):
-            if tracked:
-                self.feed(sm.SendFailed(effect.peer, effect.tag, "no credit"))
-            return
-        outlet = session.sender.channel(channel)
-        if outlet is not None and len(outlet.queue) >= options.queue:
-            raise RuntimeError(f"more than {options.queue} messages wait for {effect.peer} on '{effect.channel}'")
-        ticket = _SendTicket(self, effect) if tracked else None
-        want_delivery = tracked and self.machine.handles(sm.Delivered)
+    def _own_options(self, channel: str) -> ChannelOptions:
         try:
-            peer.link.submit(channel, effect.message, ticket, key=effect.supersedes, tracked=want_delivery)
+            return self.machine.channels[channel]
+        except KeyError:
+            raise LookupError(f"{self.machine.name} has no channel '{channel}'") from None
+
+    def _send(self, effect: sm.Send) -> None:
+        options, channel = self._own_options(effect.channel), self._channel(effect.channel)
+        peer = self.node.peers.get(effect.peer)
+        if peer is None or effect.peer not in self._members:
+            self._decline(effect, "the peer is not here")
+            return
+        link, encoded, ticket = peer.link, as_encoded(effect.message), None
+        if effect.or_drop and not link.can_send(channel, encoded.size):
+            self._decline(effect, "no credit")
+            return
+        if effect.tag is not None:
+            ticket = _SendTicket(self, effect)
+        elif effect.supersedes is None and link.send_now(channel, encoded):
+            return
+        if link.waiting(channel) >= options.queue:
+            raise RuntimeError(f"more than {options.queue} messages wait for {effect.peer} on '{effect.channel}'")
+        want_delivery = ticket is not None and self.machine.handles(sm.Delivered)
+        try:
+            link.submit(channel, encoded, ticket, key=effect.supersedes, tracked=want_delivery)
         except LinkClosed as error:
-            if tracked:
-                self.feed(sm.SendFailed(effect.peer, effect.tag, str(error)))
+            self._decline(effect, str(error))
+
+    def _decline(self, effect: sm.Send, reason: str) -> None:
+        if effect.tag is not None:
+            self.feed(sm.SendFailed(effect.peer, effect.tag, reason))
 
     def _grant(self, effect: sm.Grant) -> None:
+        if not self._own_options(effect.channel).manual:
+            raise ValueError(f"channel '{effect.channel}' of {self.machine.name} is not manual: its credit returns by itself")
         peer = self.node.peers.get(effect.peer)
         if peer is not None and not peer.link.session.is_closed:
             peer.link.session.receiver.grant(self._channel(effect.channel), effect.messages)
@@ -323,48 +378,59 @@ class Host:
                 1, thread_name_prefix=f"{self.machine.name}-{effect.lane}"
             )
 
-        def work() -> tuple[Any, float]:
+        def work() -> sm.Computed | sm.ComputeFailed:
             start = time.perf_counter()
-            return effect.work(*effect.arguments), time.perf_counter() - start
+            try:
+                result = effect.work(*effect.arguments)
+            except BaseException as error:  # a future would not take some of them, such as StopIteration
+                return sm.ComputeFailed(effect.tag, error)
+            return sm.Computed(effect.tag, result, time.perf_counter() - start)
 
-        def done(future: asyncio.Future[tuple[Any, float]]) -> None:
+        def done(future: asyncio.Future[sm.Computed | sm.ComputeFailed]) -> None:
+            self._computing.discard(future)
             if future.cancelled() or self.machine.finished:
-                _retrieve(future)
                 return
-            error = future.exception()
-            if error is not None:
-                self.feed(sm.ComputeFailed(effect.tag, error))
+            event = future.result()
+            if isinstance(event, sm.ComputeFailed) and not self.machine.handles(sm.ComputeFailed):
+                self._fail(event.error, f"its computation {event.tag!r:.100}")
             else:
-                result, seconds = future.result()
-                self.feed(sm.Computed(effect.tag, result, seconds))
+                self.feed(event)
 
-        self._loop.run_in_executor(lane, work).add_done_callback(done)
+        future = self._loop.run_in_executor(lane, work)
+        self._computing.add(future)
+        future.add_done_callback(done)
 
     def _connect(self, effect: sm.Connect) -> None:
         if effect.peer in self._members or effect.peer in self._connecting:
             return
+        try:
+            self._connecting[effect.peer] = self.node.spawn(self._reach(effect))
+        except LinkClosed as error:
+            self.feed(sm.PeerLeft(effect.peer, str(error)))
 
-        async def connect() -> None:
-            reasons = []
-            try:
-                for address in effect.addresses:
-                    try:
-                        await self.node.dial(address)
-                        return
-                    except P2PMLError as error:
-                        reasons.append(f"{address}: {error}")
-                self.feed(
-                    sm.PeerLeft(effect.peer, f"cannot be reached ({'; '.join(reasons) or 'no address is known'})")
-                )
-            finally:
-                self._connecting.pop(effect.peer, None)
-
-        self._connecting[effect.peer] = self.node.spawn(connect())
+    async def _reach(self, effect: sm.Connect) -> None:
+        reasons = []
+        try:
+            for address in effect.addresses:
+                try:
+                    peer = await self.node.dial(address)
+                except P2PMLError as error:
+                    reasons.append(str(error) if address in str(error) else f"{address}: {error}")
+                    continue
+                if peer.id != effect.peer:
+                    reasons.append(f"{address}: it is {peer.id}'s")
+                elif not peer.link.session.is_closed:
+                    if peer.id not in self._members:  # its machine may start later, or never
+                        self._expected.add(peer.id)
+                    return
+        finally:
+            self._connecting.pop(effect.peer, None)
+        self.feed(sm.PeerLeft(effect.peer, f"cannot be reached ({'; '.join(reasons) or 'no address is known'})"))
 
     def _disconnect(self, effect: sm.Disconnect) -> None:
         peer = self.node.peers.get(effect.peer)
         if peer is not None:
-            peer.link.close(effect.reason)
+            peer.drop(effect.reason)
 
     def _reply(self, effect: sm.Reply) -> None:
         waiting = self._commands.get(effect.name)
@@ -380,7 +446,8 @@ class Host:
         assert self._result is not None
         if not self._result.done():
             self._result.set_result(effect.result)
-        self._end(LinkClosed(f"{self.machine.name} has finished"))
+        self._end(f"{self.machine.name} on {self.node.id} has finished")
+        self._retire_soon()
 
 
 def _describe(event: sm.Event) -> str:

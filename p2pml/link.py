@@ -13,9 +13,11 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from p2pml.errors import LinkClosed, MessageError, P2PMLError
+from p2pml.transport import Transport
 from p2pml.wire import codec, compression, events
 from p2pml.wire.incoming import unpack
 from p2pml.wire.options import ChannelOptions
@@ -28,6 +30,8 @@ SMALL = 1 << 13
 
 logger = logging.getLogger("p2pml")
 
+PACE = 1.5
+"""A link's measured speed has changed if it did so by this factor."""
 LINGER = 2.0
 """Seconds that a closed link waits for the other side to read the goodbye."""
 
@@ -105,9 +109,17 @@ def as_encoded(message: Any) -> codec.Encoded:
 class Link(asyncio.BufferedProtocol):
     """The asyncio side of one session."""
 
-    def __init__(self, owner: Owner, make_session: Callable[[float], Session], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        make_session: Callable[[float], Session],
+        loop: asyncio.AbstractEventLoop,
+        carrier: Transport,
+    ) -> None:
         self._owner = owner
         self._loop = loop
+        self._carrier = carrier
+        self._paced = 0.0
         self.session = make_session(loop.time())
         self.session.shared.on_output = self.kick
         self.transport: asyncio.Transport | None = None
@@ -145,12 +157,20 @@ class Link(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         session = self.session
         session.buffer_updated(nbytes, self._loop.time())
+        rate = session.meter.bytes_per_second
+        if rate is not None and not PACE * rate > self._paced > rate / PACE:
+            self._pace(rate)
         if session.events:
             self._dispatch()
         if session.wants_pull:
             self.kick()
         if session.shared.ack_due is not None:
             self._hurry(session.shared.ack_due)
+
+    def _pace(self, rate: float) -> None:
+        self._paced = rate
+        if self.transport is not None and not self.transport.is_closing():
+            self._carrier.pace(self.transport, rate)
 
     def eof_received(self) -> bool:
         self.session.eof_received(self._loop.time())
@@ -208,8 +228,11 @@ class Link(asyncio.BufferedProtocol):
         """Hand the transport what the session gives at once; false if that was nothing."""
         session = self.session
         pieces = session.pull()
-        for piece in pieces:
-            transport.write(piece)
+        if self._gathers and len(pieces) > 1:
+            transport.writelines(pieces)
+        else:
+            for piece in pieces:
+                transport.write(piece)
         if session.sender.sent:
             self._written += session.take_sent()
         return bool(pieces)
@@ -251,7 +274,8 @@ class Link(asyncio.BufferedProtocol):
 
     def _fail(self, error: Exception) -> None:
         """A handler raised. Its message's credit may be lost, and what it was to do is not done: the link can't go on."""
-        logger.error("the link to %s is closed, as a handler of what it brought failed", self.session.peer, exc_info=error)
+        peer = self.session.peer
+        logger.error("the link to %s is closed, as a handler of what it brought failed", peer, exc_info=error)
         self.session.close(f"it failed here: {type(error).__name__}")
 
     def _handle(self, event: Any) -> None:
@@ -269,7 +293,8 @@ class Link(asyncio.BufferedProtocol):
                 return  # told when the transport has let go of its memory
             event.outgoing.release()
             if event.outgoing.owner is not None:
-                event.outgoing.owner.failed(self._why_closed() if self.session.is_closed else event.error)
+                refused = isinstance(event.error, MessageError)
+                event.outgoing.owner.failed(event.error if refused else LinkClosed(str(event.error)))
         elif kind is events.CreditAvailable:
             self._owner.credit_available(self, event.channel)
         elif kind is events.MessageDiscarded:
@@ -416,7 +441,7 @@ class Link(asyncio.BufferedProtocol):
                 old.fail(MessageError("superseded by a newer message"))
             waiting.append(parcel)
         elif self._codec_for(parcel) is not None:
-            self._owner.spawn(self._pack(channel, parcel))
+            self._pack_later(channel, parcel)
         else:
             self._queue(channel, parcel, encoded)
 
@@ -458,62 +483,91 @@ class Link(asyncio.BufferedProtocol):
             self._dispatch()
         self.kick()
 
-    def _codec_for(self, encoded: codec.Encoded, wanted: str) -> str | None:
+    def _codec_for(self, parcel: _Parcel) -> str | None:
         """What to compress a message with, as the channel wants it and as far as the peer can read it."""
+        encoded, wanted = parcel.encoded, parcel.wanted
+        if not encoded.head or not encoded.segments:
+            return None
         if wanted == "auto":
             sample = compression.sample_of(encoded.segments)
             wanted = self._chooser.choose(encoded.size, sample, self.session.meter.bytes_per_second) or "none"
         hello = self.session.hello
         return wanted if hello is not None and wanted in hello.codecs else None
 
-    async def _pack(self, channel: str) -> None:
-        """Compress the waiting messages of a channel in a worker thread, one after the other, so that they keep their order."""
-        waiting = self.packing[channel]
-        while waiting and not self.session.is_closed:
-            message, wanted, ticket, key, tracked = waiting.popleft()
-            try:
-                encoded = message if isinstance(message, codec.Encoded) else codec.encode(message)
-                choice = self._codec_for(encoded, wanted)
-                raw = None
-                if choice is not None:
-                    start = self._loop.time()
-                    packed = await asyncio.to_thread(compression.wire_message, encoded, choice)
-                    self._chooser.observe(choice, encoded.size, self._loop.time() - start)
-                    raw = encoded.size if packed is not encoded else None
-                    encoded = packed
-                self._queue(channel, encoded.head, encoded.segments, ticket, key, tracked, raw)
-            except P2PMLError as error:
-                if ticket is not None:
-                    ticket.failed(error)
-        if self.packing.get(channel) is waiting:
-            del self.packing[channel]
+    def _pack_later(self, channel: str, parcel: _Parcel) -> None:
+        waiting = self._packing[channel] = deque([parcel])
+        try:
+            self._owner.spawn(self._pack(channel, waiting))
+        except LinkClosed:
+            del self._packing[channel]
+            raise
+
+    async def _pack(self, channel: str, waiting: deque[_Parcel]) -> None:
+        """Compress the waiting messages of a channel in a worker thread, one after the other, so that they keep their order.
+
+        A message stays in the queue meanwhile, so that it can be taken back, and fails with the link.
+        """
+        try:
+            while waiting:
+                parcel = waiting[0]
+                encoded = await self._packed(parcel)
+                if not waiting or waiting[0] is not parcel:
+                    continue
+                waiting.popleft()
+                try:
+                    self._queue(channel, parcel, encoded)
+                except P2PMLError as error:
+                    parcel.fail(error)
+        finally:
+            if self._packing.get(channel) is waiting:
+                del self._packing[channel]
+            for parcel in waiting:
+                parcel.fail(MessageError("it could not be compressed"))
+            self._wake_drains()
+
+    async def _packed(self, parcel: _Parcel) -> codec.Encoded:
+        choice = self._codec_for(parcel)
+        if choice is None:
+            return parcel.encoded
+        start = self._loop.time()
+        packed = await asyncio.to_thread(compression.wire_message, parcel.encoded, choice)
+        self._chooser.observe(choice, parcel.encoded.size, self._loop.time() - start)
+        return packed
 
     def _unpack_later(self, arrived: events.Arrived) -> None:
         waiting = self._unpacking.get(arrived.channel)
         if waiting is not None:
             waiting.append(arrived)
             return
-        self._unpacking[arrived.channel] = deque([arrived])
-        self._owner.spawn(self._unpack(arrived.channel))
+        waiting = self._unpacking[arrived.channel] = deque([arrived])
+        try:
+            self._owner.spawn(self._unpack(arrived.channel, waiting))
+        except LinkClosed:  # the node shuts down, and nobody will read this
+            del self._unpacking[arrived.channel]
+            self.consumed(arrived)
 
-    async def _unpack(self, channel: str) -> None:
-        """Decompress a channel's messages in a worker thread, in order."""
-        waiting = self._unpacking[channel]
-        while waiting:
-            arrived = waiting.popleft()
-            if arrived.packed is not None:
-                head, payload = arrived.packed
+    async def _unpack(self, channel: str, waiting: deque[events.Arrived]) -> None:
+        """Decompress a channel's messages in a worker thread, in order; those that came before the link closed still arrive."""
+        try:
+            while waiting:
+                arrived = waiting[0]
+                if arrived.packed is not None:
+                    try:
+                        arrived.message = await asyncio.to_thread(unpack, *arrived.packed)
+                    except MessageError as error:
+                        self.refuse(waiting.popleft(), error)
+                        continue
+                    arrived.packed = None
+                waiting.popleft()
                 try:
-                    arrived.message = await asyncio.to_thread(unpack, head, payload)
-                except MessageError as error:
-                    self.refuse(arrived, error)
-                    continue
-                arrived.packed = None
-            if self.session.is_closed:
+                    self._owner.sinks[channel](self.peer, arrived)
+                except Exception as error:
+                    self._fail(error)
+                    self._dispatch()
+        finally:
+            del self._unpacking[channel]
+            for arrived in waiting:
                 self.consumed(arrived)
-            else:
-                self._owner.sinks[arrived.channel](self.peer, arrived)
-        del self._unpacking[channel]
 
     def consumed(self, arrived: events.Arrived) -> None:
         """Give the credit of a message back."""
@@ -526,9 +580,3 @@ class Link(asyncio.BufferedProtocol):
         """A message that has arrived turns out to be unacceptable: give its credit back, and log why."""
         logger.warning("%s, channel '%s': %s", self.session.peer, arrived.channel, error)
         self.consumed(arrived)
-
-
-def _tell_sent(outgoing: Outgoing) -> None:
-    outgoing.release()
-    if outgoing.owner is not None:
-        outgoing.owner.sent()

@@ -14,12 +14,11 @@ Everything runs on one event loop. A node owns its listeners, links and tasks: l
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from p2pml.address import Address
@@ -27,13 +26,15 @@ from p2pml.errors import (
     DuplicateLink,
     HandshakeRefused,
     LinkClosed,
+    MessageError,
+    MessageTooLarge,
     P2PMLError,
     SendTimeout,
     TransportError,
     UnknownChannel,
 )
-from p2pml.link import Link, Ticket
-from p2pml.transport import Listener, transport_for
+from p2pml.link import Link, Ticket, as_encoded
+from p2pml.transport import Listener, Transport, transport_for
 from p2pml.wire import codec, events
 from p2pml.wire.credits import MemoryBudget
 from p2pml.wire.options import ChannelOptions
@@ -46,6 +47,11 @@ MAX_PENDING = 64
 FIRST_DELAY = 0.1
 LAST_DELAY = 10.0
 """Bounds of the back-off between attempts to reconnect, in seconds; the actual delay is random below it (full jitter)."""
+PATIENCE = 5.0
+"""Seconds that a node, when it closes, waits for its connections to be gone, before it drops them."""
+DESCRIPTION = 15 << 10
+"""Bytes that a node's channels and announced facts may take; a HELLO, which has them all, may have 16 KiB."""
+GOODBYE = "the node shuts down"
 
 
 class _Waiter(Ticket):
@@ -80,7 +86,7 @@ class Inbox:
         self.name = name
         self._arrived: deque[tuple[Peer, events.Arrived]] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._closed: P2PMLError | None = None
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._arrived)
@@ -110,29 +116,39 @@ class Inbox:
 
         Raises `TimeoutError` after `timeout` seconds, `LinkClosed` when the node closes. A cancelled receive loses nothing.
         """
-        while not self._arrived:
-            if self._closed is not None:
-                raise self._closed
-            future = asyncio.get_running_loop().create_future()
-            self._waiting.append(future)
-            try:
-                async with asyncio.timeout(timeout):
-                    await future
-            except BaseException:
-                if future.done() and not future.cancelled() and self._arrived:
-                    self._wake()
-                raise
+        if not self._arrived:
+            async with asyncio.timeout(timeout):
+                while not self._arrived:
+                    await self._wait()
         item = self.receive_nowait()
         assert item is not None
         return item
 
-    async def __aiter__(self) -> AsyncIterator[tuple[Peer, Any]]:
-        with contextlib.suppress(LinkClosed):
-            while True:
-                yield await self.receive()
+    async def _wait(self) -> None:
+        if self._closed:
+            raise LinkClosed("the node is closed")
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            await future
+        except BaseException:
+            if future in self._waiting:
+                self._waiting.remove(future)
+            elif self._arrived:  # woken and cancelled in one turn of the loop: the message is for the next in line
+                self._wake()
+            raise
 
-    def _close(self, error: P2PMLError) -> None:
-        self._closed = error
+    def __aiter__(self) -> Inbox:
+        return self
+
+    async def __anext__(self) -> tuple[Peer, Any]:
+        try:
+            return await self.receive()
+        except LinkClosed:
+            raise StopAsyncIteration from None
+
+    def _close(self) -> None:
+        self._closed = True
         while self._waiting:
             self._wake()
 
@@ -145,6 +161,8 @@ class Peer:
         self.link = link
         self.id = hello.peer
         self.hello = hello
+        self.dropped = False
+        """Whether this side closed it, so that its link is not kept."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.id}{' (closed)' if self.link.session.is_closed else ''}>"
@@ -168,8 +186,8 @@ class Peer:
         """Send a message (an object of a `message` class, or bytes), waiting for credit as long as it takes.
 
         It returns when every byte was handed to the operating system, and from then on the tensors may be changed; with
-        `delivered`, when the peer acknowledged the whole message. Cancelled before that, the message is taken back, or
-        delivered if all of it had been handed out.
+        `delivered`, when the peer acknowledged the whole message. Cancelled or timed out before that, the message is taken
+        back; only if all of it had been handed out already, it may still arrive.
 
         Raises `MessageError` (the message, or its refusal by the peer), `LinkClosed`, and `SendTimeout` after `timeout` seconds.
         """
@@ -186,31 +204,33 @@ class Peer:
             async with clock:
                 await future
         except BaseException as error:
-            link.take_back(ticket)
+            done = _retrieve(future)
+            taken_back = link.take_back(ticket)
             if isinstance(error, TimeoutError) and clock.expired():
-                raise SendTimeout(self._why_not(channel, timeout or 0.0)) from error
+                if done:
+                    return future.result()
+                raise SendTimeout(self._why_not(channel, timeout or 0.0, taken_back)) from error
             raise
 
-    def _why_not(self, channel: str, timeout: float) -> str:
+    def _why_not(self, channel: str, timeout: float, taken_back: bool) -> str:
         outlet = self.link.session.sender.channel(channel)
         if outlet is None or not outlet.id:
             has = ", ".join(self.channels) or "none"
             return f"{self.id} has not opened a channel '{channel}' within {timeout:g} s (it has: {has})"
-        return f"{self.id} granted no credit on '{channel}' within {timeout:g} s ({len(outlet.queue)} messages wait)"
+        if not taken_back:
+            return f"{self.id} has not acknowledged a message on '{channel}' within {timeout:g} s (it may yet arrive)"
+        waiting = self.link.waiting(channel)
+        return f"{self.id} granted no credit on '{channel}', or took too long, within {timeout:g} s ({waiting} messages wait)"
 
     def try_send(self, channel: str, message: Any) -> bool:
         """Send a message if the peer has credit for it now; false if not. Its tensors must not change until the link is idle."""
         link = self.link
-        if isinstance(message, (bytes, bytearray, memoryview)):
-            size = memoryview(message).nbytes
-        else:
-            message = codec.encode(message)
-            size = message.size
-        if link.send_now(channel, message):
+        encoded = as_encoded(message)
+        if link.send_now(channel, encoded):
             return True
-        if not link.session.sender.can_send(channel, size):
+        if not link.can_send(channel, encoded.size):
             return False
-        link.submit(channel, message)
+        link.submit(channel, encoded)
         return True
 
     @property
@@ -218,10 +238,15 @@ class Peer:
         """The channels that the peer has opened."""
         return self.link.session.sender.names
 
-    async def close(self, reason: str = "closed") -> None:
-        """Close the link in order, and don't keep it any more."""
+    def drop(self, reason: str = "closed") -> None:
+        """Close the link in order without waiting for it, and don't keep it any more."""
+        self.dropped = True
         self.node._unkeep(self.id)
         self.link.close(reason)
+
+    async def close(self, reason: str = "closed") -> None:
+        """`drop` it, and wait until the connection is gone, at most two seconds."""
+        self.drop(reason)
         await asyncio.shield(self.link.finished)
 
 
@@ -250,6 +275,8 @@ class Node:
         handshake: float = 10.0,
     ) -> None:
         self.id = name or secrets.token_hex(8)
+        if len(self.id) > 128 or not self.id.isprintable():
+            raise ValueError(f"a node's name is at most 128 printable characters, not {self.id!r:.200}")
         self.instance = secrets.token_hex(8)
         self.budget = MemoryBudget(memory)
         self.peers: dict[str, Peer] = {}
@@ -271,8 +298,10 @@ class Node:
         self._links: set[Link] = set()
         self._accepted: dict[str, Link] = {}
         self._dials: dict[Link, asyncio.Future[Peer]] = {}
+        self._awaited: dict[asyncio.Future[Peer], str] = {}
         self._watchers: list[Watcher] = []
         self._kept: dict[str, asyncio.Task[None]] = {}
+        self._bytes_in = self._bytes_out = 0
         self._tasks: asyncio.TaskGroup | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -281,57 +310,74 @@ class Node:
     # ------------------------------------------------------------------------------------------------- life
 
     async def __aenter__(self) -> Node:
+        if self._tasks is not None:
+            raise RuntimeError("a node is entered once; make a new one")
         self._tasks = asyncio.TaskGroup()
         await self._tasks.__aenter__()
         try:
             for address in self._listen:
                 await self.listen(str(address))
         except BaseException:
-            await self._shut_down(0.0)
-            await self._tasks.__aexit__(None, None, None)
+            await self.__aexit__(None, None, None)
             raise
         return self
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
         assert self._tasks is not None
         try:
-            await self._shut_down(5.0)
+            await self._shut_down()
         finally:
             # Not given the error of the block: it would come out wrapped in a group. The tasks end without errors of their own.
             await self._tasks.__aexit__(None, None, None)
 
-    async def _shut_down(self, patience: float) -> None:
+    async def _shut_down(self) -> None:
+        """Close all that is open. What must not be left out is done before the first await, where this may be cancelled."""
         self._closing = True
-        for listener in self._listeners:
-            await listener.close()
         for task in self._background:
             task.cancel()
-        links = list(self._links)
-        for link in links:
-            link.close("the node shuts down")
+        for link in list(self._links):
+            link.close(GOODBYE)
         for inbox in self._inboxes.values():
-            inbox._close(LinkClosed("the node is closed"))
-        if links:
-            _, late = await asyncio.wait([link.finished for link in links], timeout=patience)
-            for link in links:
-                link.abort("the node shuts down")
-            if late:
-                await asyncio.wait(late, timeout=1.0)
+            inbox._close()
+        for future in self._awaited:
+            _reject(future, LinkClosed(GOODBYE))
+        try:
+            await asyncio.gather(*(listener.close() for listener in self._listeners))
+            if self._links:
+                await asyncio.wait([link.finished for link in self._links], timeout=PATIENCE)
+        finally:
+            for link in list(self._links):
+                link.abort(GOODBYE)
+        if self._links:
+            await asyncio.wait([link.finished for link in self._links], timeout=1.0)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a task that ends, at the latest, with the node."""
-        if self._tasks is None or self._closing:
+        """Run a task that ends, at the latest, with the node. Raises `LinkClosed` if the node is not running."""
+        if not self._running:
             work.close()
             raise LinkClosed("the node is not running")
+        assert self._tasks is not None
         task = self._tasks.create_task(_guard(work))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        task.add_done_callback(lambda _: work.close())  # if it was cancelled before it could begin
         return task
 
+    @property
+    def _running(self) -> bool:
+        return self._tasks is not None and not self._closing
+
     async def listen(self, address: str) -> list[str]:
-        """Listen on one more address; returns where it can be dialed. Raises `AddressError`, `TransportError`."""
+        """Listen on one more address; returns where it can be dialed.
+
+        Raises `AddressError`, `TransportError`, and `LinkClosed` if the node is not running.
+        """
         where = Address.parse(address)
-        listener = await transport_for(where).listen(where, self._accept)
+        carrier = transport_for(where)
+        listener = await carrier.listen(where, lambda: self._accept(carrier))
+        if not self._running:
+            await listener.close()
+            raise LinkClosed("the node is not running")
         self._listeners.append(listener)
         return [str(found) for found in listener.addresses]
 
@@ -339,6 +385,16 @@ class Node:
     def addresses(self) -> list[str]:
         """Where this node can be dialed."""
         return [str(address) for listener in self._listeners for address in listener.addresses]
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes that all links of this node have received, those that are closed too, framing and control included."""
+        return self._bytes_in + sum(link.session.bytes_in for link in self._links)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes that all links of this node have sent, those that are closed too, framing and control included."""
+        return self._bytes_out + sum(link.session.bytes_out for link in self._links)
 
     # --------------------------------------------------------------------------------------------- channels
 
@@ -357,17 +413,27 @@ class Node:
         """
         if channel in self._channels:
             raise ValueError(f"channel '{channel}' is open already")
-        self._channels[channel] = options or ChannelOptions()
-        self._preferences.setdefault(channel, self._channels[channel])
+        options = options or ChannelOptions()
+        self._check_description({**self._channels, channel: options}, self._session_options.meta)
+        self._channels[channel] = options
+        self._preferences.setdefault(channel, options)
         inbox = self._inboxes[channel] = Inbox(channel)
         self.sinks[channel] = inbox._put if handler is None else handler
         if place is not None:
             self._placers[channel] = place
-        for link in self._links:
+        for link in list(self._links):
             if not link.session.is_closed:
-                link.session.add_channel(channel, self._channels[channel])
+                link.session.add_channel(channel, options)
                 link.kick()
         return inbox
+
+    def _check_description(self, channels: Mapping[str, ChannelOptions], meta: Mapping[str, Any]) -> None:
+        """Refuse what would not fit into a HELLO, before any link is told. Raises `MessageError`."""
+        largest = 1 << 63  # for limits, which grow
+        described = [[largest, name, largest, largest, largest] for name in channels]
+        size = len(codec.plain_dumps({"channels": described, "meta": meta}, "what this node announces"))
+        if size > DESCRIPTION:
+            raise MessageTooLarge(f"this node's channels and facts take {size} bytes to tell (at most {DESCRIPTION})")
 
     def prefer(self, channel: str, options: ChannelOptions) -> None:
         """How this node sends on a channel of this name that it has not opened itself: priority, weight, compression."""
@@ -376,9 +442,12 @@ class Node:
             link.session.sender.prefer(channel, options)
 
     def close_channel(self, channel: str) -> None:
-        """Take what still comes on a channel, and drop it. The name stays taken for the life of the node's links."""
+        """Drop what is in a channel's inbox, and what still comes. The name stays taken for the life of the node's links."""
+        inbox = self.channel(channel)
         self.sinks[channel] = lambda peer, arrived: peer.link.consumed(arrived)
         self._placers.pop(channel, None)
+        while inbox.receive_nowait() is not None:
+            pass
 
     def channel(self, name: str) -> Inbox:
         """The inbox of an open channel. Raises `UnknownChannel`."""
@@ -390,12 +459,13 @@ class Node:
             ) from None
 
     def announce(self, key: str, value: Any) -> None:
-        """Tell all peers, now and later, a small CBOR-able fact about this node; None takes it back."""
+        """Tell all peers, now and later, a small CBOR-able fact about this node; None takes it back. Raises `MessageError`."""
+        meta = {**self._session_options.meta, key: value}
         if value is None:
-            self._session_options.meta.pop(key, None)
-        else:
-            self._session_options.meta[key] = value
-        for link in self._links:
+            del meta[key]
+        self._check_description(self._channels, meta)
+        self._session_options.meta = meta
+        for link in list(self._links):
             link.session.announce()
             link.kick()
 
@@ -406,7 +476,10 @@ class Node:
 
     def _tell(self, what: str, peer: Peer, detail: Any = None) -> None:
         for watcher in list(self._watchers):
-            watcher(what, peer, detail)
+            try:
+                watcher(what, peer, detail)
+            except Exception:
+                logger.exception("a watcher failed when it was told that %s %s", peer.id, what)
 
     # ---------------------------------------------------------------------------------------------- dialing
 
@@ -414,74 +487,96 @@ class Node:
         """Connect to the node at `address`; if a link to it stands already, that is it.
 
         With `keep`, a link that is lost is dialed again, with growing random pauses, until the node or the peer is closed on
-        this side. Raises `AddressError`, `TransportError`, `HandshakeRefused`, `LinkClosed`.
+        this side, or the other side refuses for good.
+
+        Raises `AddressError`, `TransportError`, `HandshakeRefused`, `LinkClosed`, `ProtocolError` (what answers is no peer).
         """
         where = Address.parse(address)
         clock = asyncio.timeout(timeout)
+        what = "no answer"
         try:
             async with clock:
                 try:
                     peer = await self._dial_once(where)
                 except DuplicateLink as duplicate:
+                    what = f"{duplicate.peer} has another link to this node, which does not open here,"
                     peer = await self._joined(duplicate.peer)
         except TimeoutError as error:
             if clock.expired():
-                raise TransportError(f"{address}: no answer within {timeout:g} s") from error
+                raise TransportError(f"{address}: {what} within {timeout:g} s") from error
             raise
         if keep and peer.id not in self._kept:
             self._kept[peer.id] = self.spawn(self._keep(peer, where, timeout))
         return peer
 
     async def _dial_once(self, where: Address) -> Peer:
-        if self._tasks is None or self._closing:
+        if not self._running:
             raise LinkClosed("the node is not running")
-        made = await transport_for(where).dial(where, lambda: self._link(dialer=True))
+        carrier = transport_for(where)
+        made = await carrier.dial(where, lambda: self._link(carrier, dialer=True))
         assert isinstance(made, Link)
         future: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
         self._dials[made] = future
         try:
+            if not self._running:
+                raise LinkClosed("the node was closed meanwhile")
             if made.session.is_open:
                 return self.peers[made.session.peer]
             if made.error is not None:
                 raise made.error
             return await future
         except BaseException:
-            if not made.session.is_open:
+            _retrieve(future)
+            if not made.session.is_open or not self._running:
                 made.abort("the dial was given up")
             raise
         finally:
-            self._dials.pop(made, None)
+            del self._dials[made]
 
     async def _joined(self, peer_id: str) -> Peer:
         """The peer of this id, once its link is open."""
-        joined = asyncio.Event()
-        end = self.watch(lambda what, peer, detail: joined.set() if peer.id == peer_id else None)
+        if peer_id in self.peers:
+            return self.peers[peer_id]
+        future: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
+        self._awaited[future] = peer_id
         try:
-            while peer_id not in self.peers:
-                joined.clear()
-                await joined.wait()
+            return await future
         finally:
-            end()
-        return self.peers[peer_id]
+            _retrieve(future)
+            del self._awaited[future]
 
     async def _keep(self, peer: Peer, where: Address, timeout: float) -> None:
         """Dial a peer again whenever its link is lost."""
-        while True:
-            await asyncio.shield(peer.link.finished)
-            delay = FIRST_DELAY
-            while True:
-                await asyncio.sleep(self._random.uniform(0, delay))
-                delay = min(LAST_DELAY, delay * 2)
-                try:
-                    async with asyncio.timeout(timeout):
-                        peer = self.peers.get(peer.id) or await self._dial_once(where)
-                    break
-                except HandshakeRefused as error:
-                    if not error.retryable:
-                        logger.warning("%s is not dialed again: %s", where, error)
+        try:
+            while not peer.dropped:
+                await asyncio.shield(peer.link.finished)
+                if peer.dropped:
+                    return
+                again = self.peers.get(peer.id) or await self._redial(where, timeout)
+                if again is None:
+                    return
+                if again.id != peer.id:  # a node that chooses its id at random was started anew
+                    if again.id in self._kept:
                         return
-                except (P2PMLError, TimeoutError) as error:
-                    logger.info("%s: %s; trying again", where, error)
+                    self._kept[again.id] = self._kept.pop(peer.id)
+                peer = again
+        finally:
+            if self._kept.get(peer.id) is asyncio.current_task():
+                del self._kept[peer.id]
+
+    async def _redial(self, where: Address, timeout: float) -> Peer | None:
+        """Dial until it succeeds; None if the other side refuses for good."""
+        delay = FIRST_DELAY
+        while True:
+            await asyncio.sleep(self._random.uniform(0, delay))
+            delay = min(LAST_DELAY, delay * 2)
+            try:
+                return await self.dial(str(where), timeout=timeout)
+            except P2PMLError as error:
+                if isinstance(error, HandshakeRefused) and not error.retryable:
+                    logger.warning("%s is not dialed again: %s", where, error)
+                    return None
+                logger.info("%s: %s; trying again", where, error)
 
     def _unkeep(self, peer: str) -> None:
         task = self._kept.pop(peer, None)
@@ -490,7 +585,7 @@ class Node:
 
     # ------------------------------------------------------------------------------------------------ links
 
-    def _link(self, *, dialer: bool) -> Link:
+    def _link(self, carrier: Transport, *, dialer: bool) -> Link:
         def make(now: float) -> Session:
             return Session(
                 self._session_options,
@@ -501,24 +596,39 @@ class Node:
                 place=self._placer(lambda: link),
             )
 
-        link = Link(self, make, asyncio.get_running_loop())
+        link = Link(self, make, asyncio.get_running_loop(), carrier)
         link.options = self._preferences
         for channel, preferred in self._preferences.items():
             link.session.sender.prefer(channel, preferred)
         self._links.add(link)
-        link.finished.add_done_callback(lambda _: self._links.discard(link))
+        link.finished.add_done_callback(lambda _: self._forget(link))
         return link
+
+    def _forget(self, link: Link) -> None:
+        self._links.discard(link)
+        self._bytes_in += link.session.bytes_in
+        self._bytes_out += link.session.bytes_out
 
     def _placer(self, link: Callable[[], Link]) -> Callable[[str, codec.Head], Any]:
         def place(channel: str, head: codec.Head) -> Any:
             placer = self._placers.get(channel)
-            return None if placer is None else placer(link().session.peer, head)
+            if placer is None:
+                return None
+            try:
+                found = placer(link().session.peer, head)
+                return None if found is None else [memoryview(buffer) for buffer in found]
+            except MessageError:
+                raise
+            except Exception as error:
+                logger.exception("the place for '%s' on channel '%s' failed", head.kind, channel)
+                raise MessageError(f"{head.kind}: the receiver failed to find a place for it") from error
 
         return place
 
-    def _accept(self) -> Link:
-        link = self._link(dialer=False)
-        pending = sum(1 for other in self._links if other.session.hello is None and not other.session.dialer)
+    def _accept(self, carrier: Transport) -> Link:
+        link = self._link(carrier, dialer=False)
+        sessions = [other.session for other in self._links if not other.session.dialer]
+        pending = sum(1 for session in sessions if session.hello is None and not session.is_closed)
         if self._closing or pending > MAX_PENDING:
             link.session.lost(LinkClosed("too many connections without a handshake"))
         return link
@@ -551,9 +661,11 @@ class Node:
         assert link.session.hello is not None
         peer = link.peer = Peer(self, link, link.session.hello)
         self.peers[peer.id] = peer
-        future = self._dials.get(link)
-        if future is not None and not future.done():
-            future.set_result(peer)
+        dialing = self._dials.get(link)
+        waiting = [future for future, peer_id in self._awaited.items() if peer_id == peer.id]
+        for future in waiting if dialing is None else [dialing, *waiting]:
+            if not future.done():
+                future.set_result(peer)
         self._tell("joined", peer)
 
     def channels_changed(self, link: Link) -> None:
@@ -565,9 +677,9 @@ class Node:
             self._tell("credit", link.peer, channel)
 
     def closed(self, link: Link, error: P2PMLError, orderly: bool) -> None:
-        future = self._dials.get(link)
-        if future is not None and not future.done():
-            future.set_exception(error)
+        dialing = self._dials.get(link)
+        if dialing is not None:
+            _reject(dialing, error)
         hello = link.session.hello
         if hello is None:
             if not isinstance(error, LinkClosed):
@@ -579,6 +691,19 @@ class Node:
         if peer is not None and peer.link is link:
             del self.peers[hello.peer]
             self._tell("left", peer, str(error))
+
+
+def _reject(future: asyncio.Future[Any], error: P2PMLError) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> bool:
+    """Whether a future has come to an end of its own; its error, if nobody is there to raise it, is then not complained of."""
+    done = future.done() and not future.cancelled()
+    if done:
+        future.exception()
+    return done
 
 
 async def _guard(work: Coroutine[Any, Any, None]) -> None:

@@ -107,11 +107,11 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        return self._closed_sent + sum(peer.link.session.bytes_out for peer in self._node.peers.values())
+        return sum((peer.link.session.bytes_out for peer in self._node.peers.values()), self._closed_sent)
 
     @property
     def received(self) -> int:
-        return self._closed_received + sum(peer.link.session.bytes_in for peer in self._node.peers.values())
+        return sum((peer.link.session.bytes_in for peer in self._node.peers.values()), self._closed_received)
 
     def _watch(self, what: str, peer: Any, detail: Any) -> None:
         if what == "left":

@@ -55,6 +55,12 @@ class Transport(Protocol):
     async def listen(self, address: Address, factory: ProtocolFactory) -> Listener:
         """Accept pipes at `address`, one protocol of `factory` for each. Raises `TransportError`, `AddressInUse`."""
 
+    def pace(self, pipe: asyncio.Transport, bytes_per_second: float) -> None:
+        """The pipe carries so much: buffer, below `write`, what that takes a few milliseconds, and no more.
+
+        A transport without buffers of its own below a pipe does nothing.
+        """
+
 
 _BUILT_IN = {
     "tcp": "p2pml.transports.tcp:TcpTransport",

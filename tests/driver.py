@@ -248,7 +248,9 @@ class Cluster:
         for flow in way.flows.values():
             flow.under_way.clear()
         way.receiver.feed(sm.PeerLeft(way.sender.name, reason), way)
-        self._close([(way.receiver.name, way.sender.name)], reason)
+        other = self._ways.get((way.receiver.name, way.sender.name))
+        if other is not None and other.closing is None:
+            other.close(reason, last_words=False)
         return True
 
     def _start(self, name: str, machine: sm.StateMachine) -> None:

@@ -180,7 +180,8 @@ class Way:
             flow.waiting.clear()
             flow.returning.clear()
         self.cluster.wake(self.end)
-        self.cluster.at(self.deadline, partial(self.cluster.wake, self.end))
+        if any(flow.waiting for flow in self.flows.values()):
+            self.cluster.at(self.deadline, partial(self.cluster.wake, self.end))
 
     def end(self) -> bool:
         late = self.cluster.now >= self.deadline

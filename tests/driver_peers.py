@@ -118,8 +118,11 @@ class Lane:
 
 
 def show(thing: Any) -> str:
-    """A dataclass in one short line, without its tensors."""
-    if isinstance(thing, (str, int, float, bool, tuple, type(None), BaseException)):
-        return repr(thing)[:60]
-    shown = ", ".join(f"{name}={show(getattr(thing, name))}" for name in getattr(thing, "__dataclass_fields__", ()))
-    return f"{type(thing).__name__}({shown})"
+    """A dataclass in one short line: no tensors, and no fields that are as they were declared."""
+    if thing is None or isinstance(thing, (str, int, float, BaseException)):
+        return repr(thing)[:80]
+    if isinstance(thing, tuple):
+        return f"({', '.join(map(show, thing[:4]))})"
+    fields = getattr(thing, "__dataclass_fields__", {})
+    told = [(name, getattr(thing, name)) for name, field in fields.items() if getattr(thing, name) is not field.default]
+    return f"{type(thing).__name__}({', '.join(f'{name}={show(value)}' for name, value in told)})"

@@ -48,6 +48,9 @@ class MemoryTransport:
         near.begin()
         return protocol
 
+    def pace(self, pipe: asyncio.Transport, bytes_per_second: float) -> None:
+        """There is nothing below a pipe."""
+
     async def listen(self, address: Address, factory: ProtocolFactory) -> Listener:
         """Take the name. Raises `AddressInUse`."""
         loop, name = asyncio.get_running_loop(), _name(address)

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from p2pml.cli.children import Child, Family, end_with_parent, event
+from p2pml.cli.job import Job
 from p2pml.cli.options import as_flags
 from p2pml.cli.progress import Event, Progress
 from p2pml.cli.show import JsonLines, describe
-from p2pml.cli.trainee import make_trainee
 from p2pml.errors import P2PMLError
 from p2pml.telemetry import peak_memory
 
@@ -121,7 +121,10 @@ def main() -> int:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    trainee = make_trainee(arguments.task, arguments.part, arguments.parts, arguments.seed, threads=1)
+    from p2pml.cli.trainee import make_trainee
+
+    job = Job(arguments.task, arguments.parts, arguments.rounds, seed=arguments.seed)
+    trainee = make_trainee(job, arguments.part, threads=1)
     trainer = trainee.trainer
     steps = trainer.steps_per_epoch
     if arguments.steps_per_round is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _TENSOR, _WEIGHT = "tensor:", "weight"
-"""Names in a file: before each tensor's own, and of a contribution's weight."""
+"""Names in a file: before each tensor's own, and of the weight."""
 _NAME = re.compile(r"(?P<kind>contribution|result)-(?P<round>\d+)-(?P<peer>.+)\.npz")
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -32,11 +32,10 @@ class Deviation:
     identical: bool
 
 
-def record(folder: Path, kind: str, round_: int, peer: str, tensors: Arrays, weight: float | None = None) -> None:
-    """Keep a `contribution` (with its weight) or a `result` of a peer for `measure`."""
+def record(folder: Path, kind: str, round_: int, peer: str, tensors: Arrays, weight: float) -> None:
+    """Keep a 'contribution' of a peer, or the 'result' that it got, with its weight, for `measure`."""
     entries: dict[str, Any] = {_TENSOR + name: tensor for name, tensor in tensors.items()}
-    if weight is not None:
-        entries[_WEIGHT] = np.float64(weight)
+    entries[_WEIGHT] = np.float64(weight)
     np.savez(folder / f"{kind}-{round_}-{peer}.npz", **entries)
 
 
@@ -59,10 +58,11 @@ def measure(folder: Path, peers: int) -> Deviation | None:
 def _verify(kinds: Mapping[str, Mapping[str, Path]]) -> tuple[float, float, bool]:
     contributions = [_load(path) for path in kinds["contribution"].values()]
     results = [_load(path) for path in kinds["result"].values()]
-    weights = np.array([float(contribution.pop(_WEIGHT)) for contribution in contributions])
+    weights = np.array([float(contribution[_WEIGHT]) for contribution in contributions])
     absolute = relative = 0.0
     identical = True
-    for name, first in results[0].items():
+    for name in results[0].keys() - {_WEIGHT}:
+        first = results[0][name]
         values = np.stack([contribution[name].astype(np.float64) for contribution in contributions])
         mean = np.tensordot(weights, values, 1) / weights.sum()
         if not np.issubdtype(first.dtype, np.inexact):

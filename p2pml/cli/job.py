@@ -10,11 +10,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from p2pml.cli.options import Part
 from p2pml.errors import P2PMLError
 from p2pml.node import Node, Peer
+
+Weighting = Literal["equal", "samples"]
+Combine = Literal["parameters", "delta"]
 
 JOB, WISH = "job", "part"
 """Keys of the announcements: the opener's, and the joiners' (the part they want, empty for any)."""
@@ -26,26 +29,27 @@ class JobRefused(P2PMLError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """See the arguments of ``p2pml start``; `parts` is how many the training data is dealt in."""
+    """See the arguments of ``p2pml start``. parts: how many the data is dealt in. rounds_before: those of an earlier run."""
 
     task: str
     parts: int
     rounds: int | None = None
+    rounds_before: int = 0
     steps_per_round: int | None = None
-    weighting: str = "equal"
-    combine: str = "parameters"
+    weighting: Weighting = "equal"
+    combine: Combine = "parameters"
     seed: int = 0
 
     @classmethod
     def read(cls, told: object) -> Job:
         """From what a peer announced, which may be anything. Raises `JobRefused`."""
         if isinstance(told, Mapping):
-            values = {field.name: told.get(field.name) for field in fields(cls)}
-            numbers = [values[key] for key in ("parts", "seed")]
+            values: dict[str, Any] = {field.name: told.get(field.name) for field in fields(cls)}
+            numbers = [values[key] for key in ("parts", "seed", "rounds_before")]
             optional = [values[key] for key in ("rounds", "steps_per_round") if values[key] is not None]
-            texts = [values[key] for key in ("task", "weighting", "combine")]
             fine = all(type(number) is int and 0 <= number < 1 << 31 for number in numbers + optional)
-            if fine and all(isinstance(text, str) for text in texts) and values["parts"]:
+            fine = fine and isinstance(values["task"], str) and values["parts"] > 0
+            if fine and values["weighting"] in get_args(Weighting) and values["combine"] in get_args(Combine):
                 return cls(**values)
         raise JobRefused("what the group trains is described in a way that this p2pml doesn't understand")
 
@@ -63,6 +67,11 @@ class Dealer:
         self._refused: dict[str, str] = {}
         self.close = node.watch(self._watch)
         self._announce()
+
+    @property
+    def own(self) -> int:
+        """The part of the node itself."""
+        return self.dealt[self._node.id]
 
     def _announce(self) -> None:
         self._node.announce(JOB, {**asdict(self._job), "dealt": dict(self.dealt), "refused": dict(self._refused)})
@@ -88,7 +97,7 @@ class Dealer:
             self.dealt[peer] = wish[0]
 
 
-async def receive_job(node: Node, opener: Peer, wish: Part | None) -> tuple[Job, int]:
+async def receive_job(node: Node, opener: Peer) -> tuple[Job, int]:
     """What the group of `opener` trains, and the part (from 0) of the data that is this node's.
 
     The node must have announced its wish (`announce_wish`) before it dialed. Raises `JobRefused`.

@@ -10,11 +10,11 @@ An event is a map with `event` (its name), `peer` (who reports it), `time` (seco
 `round`     a round is over for this peer: round, loss, accuracy, seconds
 `done`      the peer has finished: its summary
 `failed`    the peer stops with an error: error, trace
-`left`      the peer was told to stop, and left in order
+`stopped`   the peer was told to stop, and left in order
 `exited`    the process of a peer ended otherwise than it should: status, tail
 ==========  ==========================================================================================
 
-and what the protocol's machines report of the group (see `p2pml.protocols.chainsgd.training`).
+and what the protocol's machines report of the group, in which the `peer` that is spoken of is called `member`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAST_ROUNDS = 5
 """Rounds whose duration says how long the rest will take."""
 RATE_SECONDS = 0.5
 """A rate is taken over at least this long."""
-OVER = ("done", "failed", "left")
+OVER = ("done", "failed", "stopped")
 """The states of a peer from which nothing more comes."""
 
 
@@ -157,6 +157,7 @@ class Progress:
         self.addresses = list(event["addresses"])
         self.task, self.expected = event["task"], event["parts"]
         peer.state = "waiting"
+        self.members[peer.name] = None
 
     def _on_waiting(self, event: Event, peer: PeerProgress) -> None:
         peer.state, peer.reason = "joining", event["reason"]
@@ -179,8 +180,8 @@ class Progress:
     def _on_failed(self, event: Event, peer: PeerProgress) -> None:
         peer.state, peer.reason = "failed", event["error"]
 
-    def _on_left(self, event: Event, peer: PeerProgress) -> None:
-        peer.state = "left"
+    def _on_stopped(self, event: Event, peer: PeerProgress) -> None:
+        peer.state = "stopped"
 
     def _on_exited(self, event: Event, peer: PeerProgress) -> None:
         peer.state = "failed"
@@ -202,6 +203,12 @@ class Progress:
             found.losses[peer.name] = peer.loss
         if peer.accuracy is not None:
             found.accuracies[peer.name] = peer.accuracy
+
+    def _on_joined(self, event: Event, peer: PeerProgress) -> None:
+        self.members[event["member"]] = None
+
+    def _on_left(self, event: Event, peer: PeerProgress) -> None:
+        self.members.pop(event["member"], None)
 
     def _on_pair(self, event: Event, peer: PeerProgress) -> None:
         number = event["round"]

@@ -13,6 +13,20 @@ from p2pml.cli.progress import Event, Progress
 
 Sink = Callable[[Event], None]
 
+_SENTENCES = {
+    "joined": "{member} joined: {members} members",
+    "left": "{member} is gone: {reason}; {members} members are left",
+    "rejected": "{member} was not let in: {reason}",
+    "refused": "round {round}: the contribution of {member} is not used: {reason}",
+    "accused": "{by} accuses {member}: {reason}",
+    "aborted": "round {round} begins again: {reason}",
+    "void": "round {round} has no result: {reason}",
+    "note": "{peer}: {text}",
+    "done": "{peer} is done",
+    "stopped": "{peer} was stopped",
+}
+"""Of events that are told alike, whatever is known before."""
+
 
 @contextmanager
 def showing(kind: str, progress: Progress, out: TextIO | None = None) -> Iterator[Sink]:
@@ -72,20 +86,8 @@ def describe(event: Event, progress: Progress) -> str:
         return "" if repeated else f"{peer} cannot join yet: {event['reason']}; trying again"
     if kind == "ready":
         return f"{peer} is ready with part {event['part'] + 1} of {event['parts']} ({event['samples']} examples)"
-    if kind == "member":
-        return f"{event['member']} is a member of the group" if event["member"] not in progress.members else ""
-    if kind == "gone":
-        return f"{event['member']} is gone: {event['reason']}" if event["member"] in progress.members else ""
-    if kind == "refused":
-        return f"round {event['round']}: the contribution of {event['contributor']} is refused: {event['reason']}"
-    if kind == "note":
-        return f"{peer}: {event['text']}"
-    if kind == "done":
-        return f"{peer} is done"
-    if kind == "left":
-        return f"{peer} left"
-    if kind == "failed":
-        return f"{peer} failed: {event['error']}"
+    if kind in _SENTENCES:
+        return _SENTENCES[kind].format_map(event)
     if kind == "exited":
         return "\n".join([f"{peer} ended with {event['status']}", *(f"  | {line}" for line in event["tail"])])
     return ""

@@ -324,8 +324,7 @@ class Receiver:
         """Let the other side send `messages` more on a manual channel."""
         inbox = self._channels[self._numbers[name]]
         inbox.messages.grant(messages)
-        if self._shared.open:
-            self._shared.dirty[inbox.id] = None
+        self._shared.dirty[inbox.id] = None
 
     def blocked_received(self, number: int) -> None:
         """The other side waits for credit: give back at once what is owed, or what is taken next."""

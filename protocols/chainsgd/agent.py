@@ -259,7 +259,7 @@ class Agent:
         rank = ranked("", self.members, self._resources)[1:]
         lacking = [peer for peer in rank if peer not in self._holders]
         spread = trees([peer for peer in rank if peer in self._holders], lacking)
-        plan = Plan(self.round, self.attempt, self.members[:], [], {}, [], spread)
+        plan = Plan(self.round, self.attempt, self.members[:], [], {}, [], spread, joining=not self._open)
         for peer in self.members:
             yield Send(peer, plan, "control")
 

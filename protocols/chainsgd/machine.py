@@ -110,8 +110,8 @@ class ChainGroup(Member):
     # Windows bound the memory of what is received and not yet merged: three children at most send to the root of eight.
     channels = {
         "control": ChannelOptions(priority=0),
-        "segment": ChannelOptions(messages=3, queue=1 << 20),
-        "result": ChannelOptions(messages=4, queue=1 << 20),
+        "segment": ChannelOptions(messages=8, queue=1 << 20),
+        "result": ChannelOptions(messages=8, queue=1 << 20),
     }
 
     def __init__(
@@ -142,6 +142,7 @@ class ChainGroup(Member):
         self._lent = False
         self._settled: tuple[Stamp, bool] | None = None  # what the last `Done` was for
         self._asked = 0  # unanswered 'joined' commands
+        self._rejected = False
 
     # ----------------------------------------------------------------------------------------------------- subclasses
 
@@ -152,6 +153,18 @@ class ChainGroup(Member):
     def round_ended(self, result: AverageResult | P2PMLError) -> Iterator[Effect]:
         """A contribution is answered: the result is in the model, or there is none."""
         yield Reply("average", result)
+
+    def write_result(self, accumulator: Accumulator, bound: BoundTensors) -> None:
+        """Put what a round, or joining, gave into a model. If that is large, it is called by a worker thread."""
+        for index, view in enumerate(accumulator.views):
+            bound.scatter(index, view)
+        bound.flush()
+
+    def missed_result(self, accumulator: Accumulator) -> None:
+        """A round is over, and this peer is not through with what it does for it. It will get the newest result then."""
+
+    def prepare_model(self) -> None:
+        """Between rounds: have the group's model in the accumulator, for those who join. As a rule it is there."""
 
     def became_member(self) -> Iterator[Effect]:
         """This peer is a member, and has the group's model."""
@@ -166,6 +179,9 @@ class ChainGroup(Member):
 
     def ended(self, end: GroupEnd) -> Iterator[Effect]:
         """It is over for this peer: what is not answered never will be."""
+        for _ in range(self._asked):
+            yield Reply("joined", ModelMismatch(end.reason) if self._rejected else TrainingError(end.reason))
+        self._asked = 0
         unanswered = len(self._queue) + (self._offer is not None)
         self._queue.clear()
         self._offer = None
@@ -263,6 +279,9 @@ class ChainGroup(Member):
             case Pair() | Root() | Abort() | Void() if reduction is not None:
                 if (message.round, message.attempt) == self._stamp or isinstance(message, Void):
                     yield from self._told_more(reduction, message)
+            case Rejected():
+                self._rejected = True
+                yield from super().told(message)
             case _:
                 yield from super().told(message)
 
@@ -290,6 +309,8 @@ class ChainGroup(Member):
             reduction.skip(self._stamp)
             yield from self._settle()
         elif mine[0] == self.me:
+            if plan.joining:
+                self.prepare_model()
             yield from self._guard(self.me, reduction.serve(self._stamp, mine))
         else:
             reduction.begin(self._stamp)
@@ -410,13 +431,15 @@ class ChainGroup(Member):
                 self._lent = True
                 yield from self._have_applied(reduction.accumulator.result())
             elif reduction.segments.nbytes <= INLINE:
-                _write(reduction.accumulator, bound)
+                self.write_result(reduction.accumulator, bound)
                 yield from self._have_applied(None)
             else:
                 self._applying = True
-                yield Compute(_APPLY, _write, (reduction.accumulator, bound), lane="apply")
+                yield Compute(_APPLY, self.write_result, (reduction.accumulator, bound), lane="apply")
             return
         if self._settled != (self._stamp, self._applied):
+            if not self._applied:
+                self.missed_result(reduction.accumulator)
             self._settled = (self._stamp, self._applied)
             yield self.tell(Done(*self._stamp, reduction.weight, self._applied, True))
 
@@ -435,10 +458,3 @@ class ChainGroup(Member):
             yield from self.became_member()
         yield from self._settle()
         yield from self._next_offer()
-
-
-def _write(accumulator: Accumulator, bound: BoundTensors) -> None:
-    """Copy a result into a model."""
-    for index, view in enumerate(accumulator.views):
-        bound.scatter(index, view)
-    bound.flush()

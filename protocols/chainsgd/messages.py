@@ -130,7 +130,8 @@ class Plan:
 
     `excluded` are members that do not, with the reason. Each of `trees` lists peers that get the result, the first of
     which has it (see `broadcast`). Without contributors nothing is reduced, and the first of each tree has the result
-    already. Pairs and trees that are not known yet follow as `Pair` and `Root`.
+    already. Pairs and trees that are not known yet follow as `Pair` and `Root`. `joining`: between rounds, the group's
+    model is given to those who join.
     """
 
     round: int
@@ -140,6 +141,7 @@ class Plan:
     excluded: dict[str, str]
     pairs: list[list[str]]
     trees: list[list[str]]
+    joining: bool = False
 
 
 @message("chainsgd/pair")

@@ -194,32 +194,36 @@ class Reduction:
         yield from self.pump()
 
     def _count(self, peer: str, message: Segment | Result) -> None:
-        """Check that a message is what is due from this peer."""
-        index, what = message.index, f"{type(message).__name__.lower()} {message.index} of attempt {self.stamp}"
+        """Check that a message is what is due from this peer, and count it. Raises `Misbehaved`."""
+        index = message.index
         if not 0 <= index < len(self.segments) or message.data.spec != self.segments.segments[index].spec:
-            raise Misbehaved(f"{what} is {message.data.spec}, which is no segment of the model")
+            raise self._fault(message, f"is {message.data.spec}, which is no segment of the model")
         try:
             check_weight(message.weight)
         except ValueError as error:
-            raise Misbehaved(f"{what}: {error}") from error
-        if isinstance(message, Segment):
-            if peer not in self._senders and not self._open:
-                raise Misbehaved(f"{what} was not to be sent here")
-            due = self._senders.get(peer, 0)
+            raise self._fault(message, str(error)) from error
+        if type(message) is Segment:
+            due = self._senders.get(peer, 0 if self._open else -1)
+        elif self._is_root or (self._source and peer != self._source):
+            due = -1
         else:
-            if self._is_root or peer != (self._source or peer):
-                raise Misbehaved(f"{what} was not to be sent here")
-            if not index and message.subtree[:1] != [self.me]:
-                raise Misbehaved(f"{what} is for a tree of {message.subtree[:1]}")
             due = self._here
+        if due < 0:
+            raise self._fault(message, "was not to be sent here")
         if index != due:
-            raise Misbehaved(f"{what} came where {due} was due")
-        if isinstance(message, Segment):
+            raise self._fault(message, f"came where {due} was due")
+        if type(message) is Segment:
             self._senders[peer] = due + 1
-        else:
-            self._here, self._source, self.weight = due + 1, peer, message.weight
-            if not index:
-                self._children = subtrees(message.subtree)
+            return
+        assert isinstance(message, Result)
+        if index == 0:
+            if message.subtree[:1] != [self.me]:
+                raise self._fault(message, f"is for the tree of {message.subtree[:1]}")
+            self._children = subtrees(message.subtree)
+        self._here, self._source, self.weight = due + 1, peer, message.weight
+
+    def _fault(self, message: Segment | Result, what: str) -> Misbehaved:
+        return Misbehaved(f"{type(message).__name__.lower()} {message.index} of attempt {self.stamp} {what}")
 
     def _take(self, peer: str, message: Segment | Result, *, placed: bool) -> None:
         """Merge or store a message that was counted."""

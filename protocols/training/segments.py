@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 class Segment(NamedTuple):
     """Elements `start` to `stop` of a group, and the pieces of tensors that they are.
 
-    discrete: where in it integers and booleans stand, with their dtype.
+    discrete: where in it integers and booleans stand, with their dtype. spec: how it looks on the wire.
     """
 
     group: Group
@@ -67,16 +67,12 @@ class Segment(NamedTuple):
     stop: int
     pieces: tuple[Piece, ...]
     discrete: tuple[tuple[slice, str], ...]
+    spec: TensorSpec
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return self.stop - self.start
-
-    @property
-    def spec(self) -> TensorSpec:
-        """How it looks on the wire."""
-        return TensorSpec(self.group.wire, (self.stop - self.start,))
 
 
 class SegmentMap:
@@ -105,7 +101,7 @@ class SegmentMap:
         )  # where each tensor begins in its group
         self.segments = [segment for group in self.groups for segment in self._cut(group, members[group])]
         if not self.segments:
-            self.groups, self.segments = {_FLOAT32: 0}, [Segment(_FLOAT32, 0, 0, (), ())]
+            self.groups, self.segments = {_FLOAT32: 0}, [Segment(_FLOAT32, 0, 0, (), (), TensorSpec("float32", (0,)))]
 
     def _cut(self, group: Group, members: Sequence[tuple[int, int]]) -> list[Segment]:
         length = self.segment_bytes // group.stored.itemsize
@@ -119,10 +115,12 @@ class SegmentMap:
                 count = min(size - done, length - offset)
                 pieces[number].append(Piece(index, done, done + count, offset))
                 done, position = done + count, position + count
-        return [
-            Segment(group, at * length, min((at + 1) * length, position), tuple(found), tuple(self._discrete(found)))
-            for at, found in enumerate(pieces)
-        ]
+        segments = []
+        for at, found in enumerate(pieces):
+            start, stop = at * length, min((at + 1) * length, position)
+            spec = TensorSpec(group.wire, (stop - start,))
+            segments.append(Segment(group, start, stop, tuple(found), tuple(self._discrete(found)), spec))
+        return segments
 
     def _discrete(self, pieces: Sequence[Piece]) -> Iterator[tuple[slice, str]]:
         for tensor, start, stop, offset in pieces:

@@ -84,9 +84,9 @@ def test_group_runs_in_processes_of_its_own(faulty: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("fail", r"faulty: worker 1 failed in 'fail':[\s\S]*ValueError: rank one does not want to"),
-        ("die", r"faulty: worker 1 died \(exit status 7\)"),
-        ("hang", r"faulty: no answer to 'hang' from worker 0, 1 within 0.5 s"),
+        ("fail", r"worker 1 failed in 'fail':[\s\S]*ValueError: rank one does not want to"),
+        ("die", r"worker 1 died \(exit status 7\)"),
+        ("hang", r"no answer to 'hang' from worker 0, 1 within 0.5 s"),
     ],
 )
 def test_failure_is_explained_and_ends_the_workers(faulty: Any, method: str, message: str) -> None:

@@ -63,6 +63,9 @@ class End(Member):
         if self.rank:
             self.target = np.zeros_like(tensor)
             self.target.fill(-1.0)  # touched: the kernel gives memory at its first use
+            await self.send_message(ACK)
+        else:
+            await self._confirmed()  # the receiver is ready
         seconds = 0.0
         for count in (1, messages):  # the first to warm up
             began = time.perf_counter()

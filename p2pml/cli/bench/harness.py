@@ -39,7 +39,7 @@ LOOPS = ("asyncio", "uvloop")
 
 
 class ContestantFailed(P2PMLError):
-    """A contestant raised, died or took too long; the message names it, the worker and the cause. The others go on."""
+    """A contestant raised, died or took too long; the message names the worker and the cause. The others go on."""
 
 
 class Member(ABC):
@@ -142,7 +142,7 @@ class Group:
             ready = set(wait(list(pending), max(0.0, deadline - time.monotonic())))
             if not ready:
                 late = ", ".join(str(rank) for rank in pending.values())
-                raise ContestantFailed(f"{self.name}: no answer to '{method}' from worker {late} within {timeout:g} s")
+                raise ContestantFailed(f"no answer to '{method}' from worker {late} within {timeout:g} s")
             for control, rank in pending.items():
                 if control not in ready:
                     continue
@@ -151,14 +151,14 @@ class Group:
                 except (EOFError, OSError):
                     raise self._died(rank) from None
                 if not good:
-                    raise ContestantFailed(f"{self.name}: worker {rank} failed in '{method}':\n{value}")
+                    raise ContestantFailed(f"worker {rank} failed in '{method}':\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(self._size)]
 
     def _died(self, rank: int) -> ContestantFailed:
         worker = self._workers[rank]
         worker.join(STOP_SECONDS)
-        return ContestantFailed(f"{self.name}: worker {rank} died (exit status {worker.exitcode})")
+        return ContestantFailed(f"worker {rank} died (exit status {worker.exitcode})")
 
     def _stop(self, patience: float) -> None:
         for control in self._controls:

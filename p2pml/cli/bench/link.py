@@ -193,7 +193,10 @@ def run(arguments: argparse.Namespace) -> int:
         for loop in loops
         if ratio.bound is not None
     ]
-    _show(facts, settings, outcome, middle, compared, targets)
+    _show_figures(settings, outcome, middle)
+    report.show_targets(targets, quick=arguments.quick)
+    _show_others(compared, targets)
+    report.show_end(facts, outcome.failed)
     if arguments.json is not None:
         result = {
             "bench": "link",
@@ -213,14 +216,7 @@ def run(arguments: argparse.Namespace) -> int:
     return report.exit_status(targets, outcome.failed, quick=arguments.quick)
 
 
-def _show(
-    facts: Mapping[str, Any],
-    settings: Settings,
-    outcome: Outcome,
-    middle: Mapping[str, Mapping[str, float]],
-    compared: Mapping[str, Mapping[str, float | None]],
-    targets: Sequence[Target],
-) -> None:
+def _show_figures(settings: Settings, outcome: Outcome, middle: Mapping[str, Mapping[str, float]]) -> None:
     units = [("throughput", 1e-9, 2), ("throughput_fresh", 1e-9, 2), ("rate", 1, 0), ("rate_typed", 1, 0)]
     units += [("round_trip", 1e6, 0), ("round_trip_typed", 1e6, 0)]
     rows = [
@@ -235,7 +231,9 @@ def _show(
         ["contestant", "GB/s", "GB/s fresh", "messages/s", "typed/s", "round trip µs", "typed µs", "note"],
         rows,
     )
-    report.show_targets(targets)
+
+
+def _show_others(compared: Mapping[str, Mapping[str, float | None]], targets: Sequence[Target]) -> None:
     shown = {target.name for target in targets}
     others = [
         [f"{key} ({loop})", f"{value:.2f}"]
@@ -245,9 +243,6 @@ def _show(
     ]
     if others:
         report.show("Other ratios", ["ratio", "value"], others)
-    for reason in outcome.failed.values():
-        print(f"\n{reason}")
-    print(f"\n{report.machine_line(facts)}")
 
 
 def _families(text: str) -> list[str]:

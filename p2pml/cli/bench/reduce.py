@@ -163,13 +163,12 @@ def run(arguments: argparse.Namespace) -> int:
     ratios = {name: compare(outcomes, sizes, name) for name in against}
     copies = memory_copies(outcomes, largest, sizes[largest])
     targets = judge(ratios, copies, sizes)
-    _show(facts, sizes, rounds, outcomes, targets)
+    _show_figures(sizes, rounds, outcomes)
+    report.show_targets(targets, quick=arguments.quick)
     failed = {
         f"{name} ({peers} peers)": why for peers, outcome in outcomes.items() for name, why in outcome.failed.items()
     }
-    for reason in failed.values():
-        print(f"\n{reason}")
-    print(f"\n{report.machine_line(facts)}; loop of p2pml: {arguments.loop}")
+    report.show_end(facts, failed, f"loop of p2pml: {arguments.loop}")
     if arguments.json is not None:
         result = {
             "bench": "reduce",
@@ -191,13 +190,7 @@ def run(arguments: argparse.Namespace) -> int:
     return report.exit_status(targets, failed, quick=arguments.quick)
 
 
-def _show(
-    facts: Mapping[str, Any],
-    sizes: Mapping[str, int],
-    rounds: int,
-    outcomes: Mapping[int, Outcome],
-    targets: Sequence[Target],
-) -> None:
+def _show_figures(sizes: Mapping[str, int], rounds: int, outcomes: Mapping[int, Outcome]) -> None:
     rows = []
     for peers, outcome in outcomes.items():
         for name, of_sizes in outcome.seconds.items():
@@ -208,7 +201,6 @@ def _show(
         rows += [[name, str(peers), "-", "-", "-", reason] for name, reason in absent.items()]
     columns = ["contestant", "peers", "size", "ms", "extra memory, copies", "note"]
     report.show(f"Mean of float32 over processes, medians of {rounds} rounds", columns, rows)
-    report.show_targets(targets)
 
 
 def parse_sizes(text: str) -> dict[str, int]:

@@ -45,7 +45,7 @@ class Target:
     def as_row(self) -> list[str]:
         verdict = {True: "met", False: "MISSED", None: "not measured"}[self.met]
         value = "-" if self.value is None else f"{self.value:.2f}"
-        return [self.name, value, f"{'≥' if self.at_least else '≤'} {self.bound:g}", verdict]
+        return [self.name, value, f"{'≥' if self.at_least else '≤'} {self.bound:.3g}", verdict]
 
 
 def exit_status(targets: Sequence[Target], failed: Mapping[str, str], *, quick: bool) -> int:
@@ -120,10 +120,21 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         print("  ".join(cells).rstrip())
 
 
-def show_targets(targets: Sequence[Target]) -> None:
+def show_targets(targets: Sequence[Target], *, quick: bool) -> None:
     """Print the targets and whether they are met."""
     if targets:
-        show("Targets", ["ratio", "value", "target", ""], [target.as_row() for target in targets])
+        show(
+            "Targets (not judged: --quick)" if quick else "Targets",
+            ["ratio", "value", "target", ""],
+            [target.as_row() for target in targets],
+        )
+
+
+def show_end(facts: Mapping[str, Any], failed: Mapping[str, str], *more: str) -> None:
+    """Print why contestants failed, and what all this was measured on."""
+    for name, reason in failed.items():
+        print(f"\n{name} failed: {reason}")
+    print(f"\n{'; '.join([machine_line(facts), *more])}")
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

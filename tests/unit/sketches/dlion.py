@@ -13,28 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from p2pml.statemachine import (
-    Compute,
-    Computed,
-    Effect,
-    Finish,
-    LinkMeasured,
-    PeerJoined,
-    PeerLeft,
-    Received,
-    Report,
-    Send,
-    SendFailed,
-    Started,
-    StateMachine,
-    on,
-)
+from p2pml import statemachine as sm
+from p2pml.statemachine import Effect, Received, Send, StateMachine, on
 from p2pml.wire.codec import TensorLike, message
 from p2pml.wire.options import ChannelOptions
+from tests.unit.sketches.linear import Array, gradient_of, largest
 
-Array = NDArray[np.float32]
 ENTRY, HEADER = 8, 64
 """Bytes of an index with its value, and of a message without them."""
 LAMBDA, RATE, RECENT = np.float32(0.75), 0.1, 10
@@ -61,18 +46,6 @@ class Pull:
 @message("sketch/dlion/weights")
 class Weights:
     weights: TensorLike
-
-
-def gradient_of(weights: Array, x: Array, y: Array) -> tuple[Array, float]:
-    error = x @ weights - y
-    return (x.T @ error / np.float32(len(x))).astype(np.float32), float((error**2).mean())
-
-
-def largest(gradient: Array, count: int) -> tuple[Array, Array]:
-    """Indices and values of the `count` largest entries (Max N for one variable; ties by index)."""
-    order = np.argsort(-np.abs(gradient), kind="stable")[:count]
-    indices = np.sort(order).astype(np.int32)
-    return indices, gradient[indices]  # type: ignore[return-value]
 
 
 class Worker(StateMachine):
@@ -107,23 +80,23 @@ class Worker(StateMachine):
         self.sent: list[tuple[str, int, float]] = []  # peer, bytes, budget
         self.computing = self.started = False
 
-    @on(Started)
-    def start(self, event: Started) -> Iterator[Effect]:
+    @on(sm.Started)
+    def start(self, event: sm.Started) -> Iterator[Effect]:
         yield from self._step()
 
-    @on(PeerJoined)
-    def meet(self, event: PeerJoined) -> Iterator[Effect]:
-        self.clocks[event.peer] = 0 if not self.started else self.iteration
+    @on(sm.PeerJoined)
+    def meet(self, event: sm.PeerJoined) -> Iterator[Effect]:
+        self.clocks[event.peer] = self.iteration
         yield from self._step()
 
-    @on(PeerLeft)
-    def forget(self, event: PeerLeft) -> Iterator[Effect]:
+    @on(sm.PeerLeft)
+    def forget(self, event: sm.PeerLeft) -> Iterator[Effect]:
         for table in (self.clocks, self.bandwidth, self.others_losses):
-            table.pop(event.peer, None)  # type: ignore[attr-defined]
+            table.pop(event.peer, None)
         yield from self._step()
 
-    @on(LinkMeasured)
-    def measure(self, event: LinkMeasured) -> None:
+    @on(sm.LinkMeasured)
+    def measure(self, event: sm.LinkMeasured) -> None:
         if event.bytes_per_second is not None:
             self.bandwidth[event.peer] = event.bytes_per_second
 
@@ -137,10 +110,10 @@ class Worker(StateMachine):
             return
         self.computing, self.began = True, self.now
         chosen = [self.random.randrange(len(self.x)) for _ in range(self.batch)]
-        yield Compute("step", gradient_of, (self.weights, self.x[chosen], self.y[chosen]), cost=self.batch)
+        yield sm.Compute("step", gradient_of, (self.weights, self.x[chosen], self.y[chosen]), cost=self.batch)
 
-    @on(Computed)
-    def share(self, event: Computed) -> Iterator[Effect]:
+    @on(sm.Computed)
+    def share(self, event: sm.Computed) -> Iterator[Effect]:
         gradient, loss = event.result
         self.computing = False
         self.iteration += 1
@@ -157,8 +130,8 @@ class Worker(StateMachine):
         if self.iteration % self.pull_every == 0:
             yield from self._transfer()
         if self.iteration == self.iterations:
-            yield Report("loss", {"mean": self.mean_loss})
-            yield Finish(self.weights)
+            yield sm.Report("loss", {"mean": self.mean_loss})
+            yield sm.Finish(self.weights)
         yield from self._step()
 
     @property
@@ -169,8 +142,8 @@ class Worker(StateMachine):
         """Equation of the weighted update: db = LBS_j / LBS_k."""
         self.weights = self.weights - np.float32(RATE * weight / (len(self.clocks) + 1)) * gradient
 
-    @on(SendFailed)
-    def count_lost(self, event: SendFailed) -> None:
+    @on(sm.SendFailed)
+    def count_lost(self, event: sm.SendFailed) -> None:
         self.lost += 1
 
     @on(Received[Gradient])

@@ -8,35 +8,16 @@ on those activations, one computation at a time; a device's model goes first, th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from p2pml.statemachine import (
-    Compute,
-    Computed,
-    CreditGranted,
-    Effect,
-    Finish,
-    Grant,
-    PeerJoined,
-    PeerLeft,
-    Received,
-    Report,
-    Send,
-    SendFailed,
-    StateMachine,
-    on,
-)
+from p2pml import statemachine as sm
+from p2pml.statemachine import Effect, Received, Send, StateMachine, on
 from p2pml.wire.codec import TensorLike, Tensors, message
 from p2pml.wire.options import ChannelOptions
+from tests.unit.sketches.linear import Array, Model, arrays, local_step, merge, server_step
 
-Array = NDArray[np.float32]
-Model = dict[str, Array]
-RATE = np.float32(0.05)
 CHANNELS = {
     "activations": ChannelOptions(manual=True),
     "models": ChannelOptions(messages=1),
@@ -67,32 +48,6 @@ class Stop:
     pass
 
 
-def local_step(model: Model, x: Array, y: Array) -> tuple[float, Array, Array]:
-    """One step against the auxiliary head, in place. Returns the loss, the activations before the step, the labels."""
-    hidden = x @ model["front"]
-    error = hidden @ model["head"] - y
-    gradient = x.T @ (error @ model["head"].T) / len(x)
-    model["head"] -= RATE * hidden.T @ error / len(x)
-    model["front"] -= RATE * gradient
-    return float((error**2).mean()), hidden, y
-
-
-def server_step(back: Array, x: Array, y: Array) -> float:
-    """One step of the back, in place. Returns the loss."""
-    error = x @ back - y
-    back -= RATE * x.T @ error / len(x)
-    return float((error**2).mean())
-
-
-def merge(mine: Model, other: Model, alpha: float) -> Model:
-    """A new model: the old one may still be on its way to a device."""
-    return {name: np.float32(alpha) * other[name] + np.float32(1 - alpha) * mine[name] for name in mine}
-
-
-def arrays(tensors: Mapping[str, Any]) -> Model:
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
-
-
 class Device(StateMachine):
     """Algorithm 1."""
 
@@ -107,13 +62,13 @@ class Device(StateMachine):
         self.active = False  # the paper's sender status
         self.server = ""
 
-    @on(PeerJoined)
-    def meet(self, event: PeerJoined) -> None:
+    @on(sm.PeerJoined)
+    def meet(self, event: sm.PeerJoined) -> None:
         if event.info["role"] == "server":
             self.server = event.peer
 
-    @on(CreditGranted)
-    def turn_on(self, event: CreditGranted) -> None:
+    @on(sm.CreditGranted)
+    def turn_on(self, event: sm.CreditGranted) -> None:
         if event.channel == "activations":
             self.active = True
 
@@ -123,12 +78,12 @@ class Device(StateMachine):
         self.replies += 1
         yield self._step()
 
-    def _step(self) -> Compute:
+    def _step(self) -> sm.Compute:
         chosen = [self.random.randrange(len(self.x)) for _ in range(self.batch)]
-        return Compute("step", local_step, (self.model, self.x[chosen], self.y[chosen]), cost=self.batch)
+        return sm.Compute("step", local_step, (self.model, self.x[chosen], self.y[chosen]), cost=self.batch)
 
-    @on(Computed)
-    def go_on(self, event: Computed) -> Iterator[Effect]:
+    @on(sm.Computed)
+    def go_on(self, event: sm.Computed) -> Iterator[Effect]:
         _, x, y = event.result
         self.steps += 1
         if self.active:
@@ -143,18 +98,18 @@ class Device(StateMachine):
             self.models_sent += 1
             yield Send(self.server, DeviceModel(self.base, self.model), "models")
 
-    @on(SendFailed)
-    def declined(self, event: SendFailed) -> None:
+    @on(sm.SendFailed)
+    def declined(self, event: sm.SendFailed) -> None:
         self.streamed, self.discarded = self.streamed - 1, self.discarded + 1
 
     @on(Received[Stop])
     def stop(self, event: Received[Stop]) -> Iterator[Effect]:
-        yield Finish(self.steps)
+        yield sm.Finish(self.steps)
 
-    @on(PeerLeft)
-    def alone(self, event: PeerLeft) -> Iterator[Effect]:
+    @on(sm.PeerLeft)
+    def alone(self, event: sm.PeerLeft) -> Iterator[Effect]:
         if event.peer == self.server:
-            yield Finish(self.steps)
+            yield sm.Finish(self.steps)
 
 
 @dataclass
@@ -182,16 +137,16 @@ class Server(StateMachine):
         self.models: deque[tuple[str, DeviceModel]] = deque()
         self.busy = False
 
-    @on(PeerJoined)
-    def seat(self, event: PeerJoined) -> Iterator[Effect]:
+    @on(sm.PeerJoined)
+    def seat(self, event: sm.PeerJoined) -> Iterator[Effect]:
         if event.info["role"] == "device":
             least = min((seat.count for seat in self.seats.values()), default=0)
             self.seats[event.peer] = Seat(least, deque())
             yield Send(event.peer, GlobalModel(self.version, self.model), "models")
             yield from self._grant()
 
-    @on(PeerLeft)
-    def purge(self, event: PeerLeft) -> Iterator[Effect]:
+    @on(sm.PeerLeft)
+    def purge(self, event: sm.PeerLeft) -> Iterator[Effect]:
         self.seats.pop(event.peer, None)
         self.models = deque(item for item in self.models if item[0] != event.peer)
         yield from self._grant()
@@ -218,15 +173,15 @@ class Server(StateMachine):
                 yield Send(peer, GlobalModel(self.version, self.model), "models")
             else:
                 self.busy = True
-                yield Compute(("merge", peer), merge, (self.model, arrays(message.tensors), 1 / (age + 1)))
+                yield sm.Compute(("merge", peer), merge, (self.model, arrays(message.tensors), 1 / (age + 1)))
         waiting = [seat for seat in self.seats.values() if seat.queue]
         if waiting and not self.busy:
             seat = min(waiting, key=lambda seat: seat.count)
             seat.count += 1
             batch: Any = seat.queue.popleft()
             self.busy = True
-            yield Compute(
-                ("train", ""), server_step, (self.back, batch.x.numpy(), batch.y.numpy()), cost=len(batch.y.shape)
+            yield sm.Compute(
+                ("train", ""), server_step, (self.back, batch.x.numpy(), batch.y.numpy()), cost=batch.y.shape[0]
             )
         yield from self._grant()
 
@@ -237,21 +192,21 @@ class Server(StateMachine):
         without = [(seat.count + len(seat.queue), peer) for peer, seat in self.seats.items() if not seat.granted]
         for _, peer in sorted(without)[: max(0, self.omega - taken)]:
             self.seats[peer].granted = True
-            yield Grant(peer, "activations")
+            yield sm.Grant(peer, "activations")
 
-    @on(Computed)
-    def computed(self, event: Computed) -> Iterator[Effect]:
+    @on(sm.Computed)
+    def computed(self, event: sm.Computed) -> Iterator[Effect]:
         self.busy = False
         what, peer = event.tag
         if what == "train":
             self.losses.append(event.result)
         else:
             self.model, self.version = event.result, self.version + 1
-            yield Report("version", {"t": self.version, "device": peer})
+            yield sm.Report("version", {"t": self.version, "device": peer})
             yield Send(peer, GlobalModel(self.version, self.model), "models")
         if self.version == self.stop_at:
             for peer in self.seats:
                 yield Send(peer, Stop(), "control")
-            yield Finish(self.version)
+            yield sm.Finish(self.version)
         else:
             yield from self._get()

@@ -162,10 +162,12 @@ class Joined:
         self.broken = [False, False]
         """Whether what the end of this index sends is lost: a half-open link."""
 
-    def pull(self, index: int) -> None:
-        """Put what an end has to send into its pipe, as far as that has room."""
+    def pull(self, index: int, *, once: bool = False) -> None:
+        """Put what an end has to send into its pipe, as far as that has room; or only what comes at `once`."""
         pipe, end = self._pipes[index], self.ends[index]
-        while sum(len(piece) for _, piece in pipe) < PIPE:
+        for _ in range(1 if once else PIPE):
+            if sum(len(piece) for _, piece in pipe) >= PIPE:
+                return
             pieces = end.session.pull()
             end.collect()
             end.sent += end.session.take_sent()
@@ -190,7 +192,8 @@ class Joined:
             for index in (0, 1):
                 self.pull(index)
             self.now += self.delay
-            if not any([self.deliver(index, self.now) for index in (0, 1)]):
+            delivered = [self.deliver(index, self.now) for index in (0, 1)]
+            if not any(delivered):
                 return self
         raise AssertionError("the two never come to rest")
 
@@ -304,16 +307,22 @@ class Stranger:
     """The other side of a session, by hand: writes any bytes, reads frames. It dialed."""
 
     def __init__(
-        self, channels: Mapping[str, ChannelOptions] | None = None, *, open: bool = True, hello: Any = None, **options: Any
+        self,
+        channels: Mapping[str, ChannelOptions] | None = None,
+        *,
+        open: bool = True,
+        hello: Any = None,
+        **options: Any,
     ) -> None:
         mine = {"data": ChannelOptions()} if channels is None else channels
         self.end = End("victim", mine, dialer=False, **options)
         self.session = self.end.session
         self.now = 0.0
+        self._read = False
         if open:
             self.write(preface(), frame(10, head=codec.plain_dumps({**HELLO, **(hello or {})})), frame(6))
             assert self.session.is_open, self.end.events
-            self.read(first=True)
+            self.read()
 
     def write(self, *pieces: bytes, sizes: Iterable[int] = (1 << 16,)) -> None:
         turns = itertools.cycle(sizes)
@@ -321,10 +330,11 @@ class Stranger:
             feed(self.session, piece, self.now, turns)
             self.end.collect()
 
-    def read(self, *, first: bool = False) -> list[Frame]:
+    def read(self) -> list[Frame]:
         """The frames that the session has to send now."""
-        data = b"".join(iter(lambda: b"".join(self.session.pull()), b""))
-        return read_frames(data, preface=first)
+        content = b"".join(iter(lambda: b"".join(self.session.pull()), b""))
+        first, self._read = not self._read, True
+        return read_frames(content, preface=first)
 
     @property
     def error(self) -> str:

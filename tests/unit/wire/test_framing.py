@@ -65,7 +65,9 @@ def frames() -> st.SearchStrategy[Frame]:
     flags = st.integers(0, 255)
     of_data = st.builds(Frame, st.just(1), flags, numbers, numbers, heads, payloads)
     small = st.one_of(st.binary(max_size=30), st.sampled_from([bytes(range(256)) * (MAX_CONTROL // 256)]))
-    return st.one_of(of_data, st.builds(Frame, st.sampled_from(CONTROL).map(int), flags, numbers, numbers, heads, small))
+    return st.one_of(
+        of_data, st.builds(Frame, st.sampled_from(CONTROL).map(int), flags, numbers, numbers, heads, small)
+    )
 
 
 @given(st.lists(frames(), max_size=8), st.lists(st.integers(1, 100_000), min_size=1, max_size=5), st.booleans())
@@ -191,7 +193,13 @@ def test_an_unknown_frame_type_is_refused(kind: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "head", "payload"),
-    [(1, MAX_HEAD + 1, 0), (1, 0, MAX_PAYLOAD + 1), (1, 0, (1 << 32) - 1), (8, 0, MAX_CONTROL + 1), (10, MAX_HEAD + 1, 0)],
+    [
+        (1, MAX_HEAD + 1, 0),
+        (1, 0, MAX_PAYLOAD + 1),
+        (1, 0, (1 << 32) - 1),
+        (8, 0, MAX_CONTROL + 1),
+        (10, MAX_HEAD + 1, 0),
+    ],
 )
 def test_a_length_beyond_the_limit_is_refused_from_the_header_alone(kind: int, head: int, payload: int) -> None:
     reader, _ = started()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import random
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from p2pml.errors import LinkClosed, MessageError, MessageRefused, MessageTooLarge
 from p2pml.wire import codec, events
-from p2pml.wire.credits import ReceiveWindow, SendWindow
+from p2pml.wire.credits import MemoryBudget, ReceiveWindow, SendWindow
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import Outgoing, State
 from tests.unit.wire.joined import End, Joined, Model, Note, model
@@ -28,6 +31,7 @@ CHANNELS = {
 }
 LATE = ChannelOptions(messages=2, bytes=1 << 14, eager=1000)
 NAMES = [*CHANNELS, "late"]
+ALIVE = (State.WAITING, State.OFFERED, State.ACCEPTED, State.SENDING)
 UNKNOWN = codec.encode(Note(0)).head.replace(b"test/wire/note", b"test/wire/none")
 
 
@@ -63,18 +67,25 @@ class Sessions(RuleBasedStateMachine):
         self.late = [False, False]
 
     @initialize(
-        delay=st.sampled_from([0.0, 0.001, 0.02]), sizes=st.lists(st.integers(1, 70_000), min_size=1, max_size=4)
+        delay=st.sampled_from([0.0, 0.001, 0.02]),
+        sizes=st.lists(st.integers(1, 70_000), min_size=1, max_size=4),
+        opened=st.sampled_from([True, True, False]),
     )
-    def open(self, delay: float, sizes: list[int]) -> None:
-        from p2pml.wire.credits import MemoryBudget
-
+    def open(self, delay: float, sizes: list[int], opened: bool) -> None:
         self.ends = [
             End(
-                name, CHANNELS, dialer=name == "left", budget=MemoryBudget(BUDGET), place=self._place, max_message=MAX_MESSAGE
+                name,
+                CHANNELS,
+                dialer=name == "left",
+                budget=MemoryBudget(BUDGET),
+                place=self._place,
+                max_message=MAX_MESSAGE,
             )
             for name in ("left", "right")
         ]
         self.joined = Joined(*self.ends, delay=delay, sizes=[max(size, 500) for size in sizes])
+        if opened:
+            self.joined.run(0.2)
 
     def _place(self, channel: str, head: codec.Head) -> list[Any] | None:
         if channel != "placed" or head.type is not Model:
@@ -115,7 +126,10 @@ class Sessions(RuleBasedStateMachine):
             self.sent[side, name].append(Sending(number, None))
         elif sender.can_send(name, len(content)):
             made = self.ends[side].send(name, content)
-            assert made.state is State.OFFERED or sender.link.available >= 0
+            made.owner = number
+            outlet = sender.channel(name)
+            assert outlet is not None
+            assert made.state is State.OFFERED or outlet.ready(sender.link)
             self.sent[side, name].append(Sending(number, made))
 
     @rule(side=st.sampled_from([0, 1]), name=st.sampled_from(NAMES), tracked=st.booleans())
@@ -139,10 +153,11 @@ class Sessions(RuleBasedStateMachine):
     @rule(side=st.sampled_from([0, 1]), name=st.sampled_from(NAMES), back=st.integers(0, 8))
     def cancel(self, side: int, name: str, back: int) -> None:
         candidates = [one for one in self.sent[side, name] if one.outgoing is not None]
+        candidates = [one for one in candidates if one.outgoing and one.outgoing.state in ALIVE] or candidates
         if candidates:
-            one = candidates[-1 - back % len(candidates)]
+            one = candidates[back % len(candidates)]
             assert one.outgoing is not None
-            waits = one.outgoing.state in (State.WAITING, State.OFFERED, State.ACCEPTED, State.SENDING)
+            waits = one.outgoing.state in ALIVE
             assert self.ends[side].session.sender.cancel(one.number) == waits
             one.cancelled = one.cancelled or waits
 
@@ -169,9 +184,9 @@ class Sessions(RuleBasedStateMachine):
             self.late[side] = True
             self.ends[side].session.add_channel("late", LATE)
 
-    @rule(side=st.sampled_from([0, 1]))
-    def pull(self, side: int) -> None:
-        self.joined.pull(side)
+    @rule(side=st.sampled_from([0, 1]), once=st.booleans())
+    def pull(self, side: int, once: bool) -> None:
+        self.joined.pull(side, once=once)
 
     @rule(side=st.sampled_from([0, 1]), seconds=st.sampled_from([0.0, 0.001, 0.05]))
     def deliver(self, side: int, seconds: float) -> None:
@@ -319,3 +334,37 @@ class Sessions(RuleBasedStateMachine):
 
 Sessions.TestCase.settings = settings(stateful_step_count=40)
 TestSessions = Sessions.TestCase
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_scripts(seed: int) -> None:
+    """The same rules, many hundred times on one pair of sessions, most of them while much is under way."""
+    draw = random.Random(seed)
+    script = Sessions()
+    script.open(draw.choice([0.0, 0.02]), [draw.choice([700, 9000, 70_000]) for _ in range(3)], opened=True)
+    rules = {
+        script.send: 10, script.try_send: 4, script.send_of_unknown_kind: 1, script.send_too_much: 1, script.cancel: 5,
+        script.supersede: 1, script.read_on_or_pause: 1, script.read_some: 4, script.grant: 2, script.open_late: 1,
+        script.pull: 12, script.deliver: 12, script.pass_time: 2,
+    }  # fmt: skip
+    choices: dict[str, Any] = {
+        "side": lambda: draw.choice([0, 1]),
+        "name": lambda: draw.choice(NAMES),
+        "kind": lambda: draw.choice(["raw", "note", "model"]),
+        "size": lambda: draw.choice([draw.randrange(2000), draw.randrange(390_000), draw.randrange(300_000, 390_000)]),
+        "tracked": lambda: draw.choice([True, False]),
+        "key": lambda: draw.choice([None, None, "key"]),
+        "packing": lambda: draw.choice([None, None, "lz4", "zstd"]),
+        "back": lambda: draw.randrange(3),
+        "reading": lambda: draw.choice([True, True, False]),
+        "count": lambda: draw.randrange(1, 6),
+        "messages": lambda: draw.randrange(1, 4),
+        "once": lambda: draw.choice([True, False]),
+        "seconds": lambda: draw.choice([0.0, 0.001, 0.05]),
+    }
+    for step in draw.choices(list(rules), list(rules.values()), k=600):
+        step(**{name: choices[name]() for name in inspect.signature(step).parameters})
+        script.nothing_is_sent_without_credit_and_no_limit_falls()
+        script.memory_is_bounded()
+        script.nobody_is_blamed()
+    script.teardown()
