@@ -4,7 +4,7 @@ Each side opens with a preface of 16 bytes, fixed for all versions::
 
     magic (8)  lowest version (u16)  highest version (u16)  reserved (u32)
 
-Then come frames, each a header of 16 bytes, a CBOR head of up to 16 KiB and a payload of up to 256 KiB (little endian)::
+Then come frames, each a header of 16 bytes, a CBOR head of up to 16 KiB and a payload of up to 1 MiB (little endian)::
 
     type u8 | flags u8 | head length u16 | channel u32 | payload length u32 | sequence u32 | head | payload
 
@@ -26,7 +26,11 @@ PREFACE = struct.Struct("<8sHHI")
 HEADER = struct.Struct("<BBHIII")
 HEADER_SIZE = HEADER.size
 SIZE = struct.Struct("<Q")
-MAX_PAYLOAD = 1 << 18
+MAX_PAYLOAD = 1 << 20
+SLICE = 1 << 18
+"""Bytes of a large message in one frame, as long as the link's speed is not known; see `slice_for`."""
+MIN_SLICE = 1 << 16
+SLICE_SECONDS = 0.001
 MAX_HEAD = 1 << 14
 MAX_CONTROL = 1 << 12
 STAGING = 1 << 16
@@ -82,6 +86,16 @@ def read_preface(data: bytes, versions: tuple[int, int] = VERSIONS) -> int:
             f"no common wire version: the peer speaks {low} to {high}, this side {versions[0]} to {versions[1]}"
         )
     return version
+
+
+def slice_for(bytes_per_second: float) -> int:
+    """How much of a large message to put in one frame: what the link carries in a millisecond, from 64 KiB to 1 MiB.
+
+    Control frames and other channels wait for one frame at most, so a slow link gets small ones; a fast link loses a
+    quarter of its speed to the handling of frames of 256 KiB.
+    """
+    wanted = int(bytes_per_second * SLICE_SECONDS) // MIN_SLICE * MIN_SLICE
+    return min(max(wanted, MIN_SLICE), MAX_PAYLOAD)
 
 
 def _guess(data: bytes) -> str:

@@ -177,19 +177,22 @@ class SendChannel:
             return not self.is_large(message) and self.credit_for(message.charge) and link.available >= message.charge
         return message.state is State.ACCEPTED or message.state is State.SENDING
 
-    def fragment(self, link: SendWindow, out: list[bytes | memoryview]) -> tuple[int, Outgoing | None]:
-        """Append the next frame to `out`; returns its size, and the message if that was its last. `ready` was true."""
+    def fragment(self, link: SendWindow, slice_size: int, out: list[bytes | memoryview]) -> tuple[int, Outgoing | None]:
+        """Append the next frame to `out`; returns its size, and the message if that was its last. `ready` was true.
+
+        An offered message is cut into payloads of `slice_size`; another is one frame.
+        """
         message = self.queue[0]
         flags, head = 0, b""
         if message.state is State.WAITING:
-            flags, head = FIRST, message.head
+            flags, head, slice_size = FIRST, message.head, MAX_PAYLOAD
             self.number(message)
             self.bytes.charge(message.charge)
             link.charge(message.charge)
         elif message.state is State.ACCEPTED:
             flags = FIRST
         message.state = State.SENDING
-        length = min(message.remaining, MAX_PAYLOAD)
+        length = min(message.remaining, slice_size)
         done = length == message.remaining
         if done:
             flags |= LAST

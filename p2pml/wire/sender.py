@@ -7,7 +7,7 @@ from typing import Any
 from p2pml.errors import MessageError, MessageRefused, MessageTooLarge, P2PMLError, ProtocolError
 from p2pml.wire import events
 from p2pml.wire.credits import SendWindow
-from p2pml.wire.framing import FIRST, HEADER, LAST, MAX_PAYLOAD, SIZE, FrameType, frame
+from p2pml.wire.framing import FIRST, HEADER, LAST, MAX_PAYLOAD, SIZE, SLICE, FrameType, frame
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import Outgoing, SendChannel, State, choose
 from p2pml.wire.shared import Shared
@@ -25,6 +25,7 @@ class Sender:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self.link = SendWindow()
+        self.slice_size = SLICE
         self.max_message: int | None = None
         self.sent: list[Outgoing] = []
         self.batch: list[bytes] = []
@@ -288,7 +289,7 @@ class Sender:
             channel = choose(self.busy, self.link, self._clocks)
             if channel is None:
                 break
-            count, message = channel.fragment(self.link, out)
+            count, message = channel.fragment(self.link, self.slice_size, out)
             size += count
             if message is not None:
                 self._shared.messages_out += 1

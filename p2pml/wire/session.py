@@ -28,6 +28,7 @@ from p2pml.wire.framing import (
     frame,
     preface,
     read_preface,
+    slice_for,
 )
 from p2pml.wire.incoming import Place
 from p2pml.wire.measure import LinkMeter
@@ -198,6 +199,8 @@ class Session:
                     raise ProtocolError(f"{received} bytes acknowledged, {self.bytes_out} sent")
                 self.sender.link_limit_received(size)
                 self.meter.acknowledged(self.shared.now, received, self.bytes_out)
+                if self.meter.bytes_per_second is not None:
+                    self.sender.slice_size = slice_for(self.meter.bytes_per_second)
 
     # ---------------------------------------------------------------------------------------------------- handshake
 

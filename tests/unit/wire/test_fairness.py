@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from p2pml.wire import events
-from p2pml.wire.framing import HEADER, MAX_PAYLOAD, FrameType, frame
+from p2pml.wire.framing import HEADER, SLICE, FrameType, frame
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import State, join_small
 from tests.unit.wire.joined import Frame, Stranger, join, outgoing, read_frames
 
 HUGE = np.zeros(100 << 20, np.uint8).data  # never written to, so it takes no memory
-CHUNK = MAX_PAYLOAD + HEADER.size
+CHUNK = SLICE + HEADER.size
 
 
 class Receiving(Stranger):
@@ -55,7 +55,7 @@ def test_whatever_is_urgent_goes_out_before_the_next_chunk_of_a_transfer_of_100_
     for turn in range(40):
         (one,) = peer.pull()
         assert one.kind == FrameType.DATA
-        assert len(one.payload) == MAX_PAYLOAD
+        assert len(one.payload) == SLICE
         sent += len(one.payload)
         if turn % 4 == 0:
             peer.now = peer.session.deadline()
@@ -73,7 +73,7 @@ def test_whatever_is_urgent_goes_out_before_the_next_chunk_of_a_transfer_of_100_
         urgent, *_ = peer.pull()
         assert urgent.kind == expected
         assert len(urgent.payload) <= 8
-    assert sent == 40 * MAX_PAYLOAD
+    assert sent == 40 * SLICE
 
 
 def test_one_pull_hands_out_at_most_a_chunk_and_a_batch() -> None:
@@ -97,14 +97,14 @@ def test_channels_of_one_priority_share_by_weight(one: int, two: int) -> None:
 
 def test_a_lower_priority_number_goes_first() -> None:
     peer = Receiving("later", "first", preferences={"first": ChannelOptions(priority=0)})
-    peer.start("later", "first", size=5 * MAX_PAYLOAD)
+    peer.start("later", "first", size=5 * SLICE)
     assert peer.shares(3) == {2: 3}
     assert peer.shares(4) == {2: 2, 1: 2}
 
 
 def test_a_channel_that_was_idle_has_earned_nothing() -> None:
     peer = Receiving("a", "b")
-    peer.start("b", size=MAX_PAYLOAD)
+    peer.start("b", size=SLICE)
     peer.start("a")
     assert peer.shares(30) == {1: 30}
     peer.start("b")
@@ -174,7 +174,7 @@ def test_whoever_was_declined_hears_when_it_is_worth_asking_again() -> None:
     assert told() == 1
     peer.write(frame(FrameType.CREDIT, payload=credit((0, 0, 2 << 30, 0))))
     assert told() == 2
-    peer.start("a", size=2 * MAX_PAYLOAD)
+    peer.start("a", size=2 * SLICE)
     assert not peer.sender.can_send("a", 10)
     peer.pull()
     assert told() == 2

@@ -127,7 +127,7 @@ BROKEN: dict[str, tuple[list[bytes], str]] = {
     "more bytes acknowledged than sent": ([credit((0, 0, 1, 1 << 40))], "1099511627776 bytes acknowledged"),
     "a second hello": ([hello()], "a second HELLO"),
     "an unknown frame": ([frame(99)], "unknown frame type 99"),
-    "a huge frame": ([HEADER.pack(1, 3, 0, 1, MAX_PAYLOAD + 1, 0)], "a DATA frame declares 0 + 262145 bytes"),
+    "a huge frame": ([HEADER.pack(1, 3, 0, 1, MAX_PAYLOAD + 1, 0)], "a DATA frame declares 0 + 1048577 bytes"),
 }  # fmt: skip
 
 
