@@ -1,7 +1,4 @@
-"""A protocol of one's own: gossip averaging. Every peer holds a vector; again and again it averages with a random neighbour.
-
-    python examples/gossip.py 4        # four nodes in this process, over real TCP links
-"""
+"""A protocol of one's own: gossip averaging between nodes on real TCP links. Run: python examples/gossip.py 4"""
 
 import asyncio
 import sys
@@ -30,7 +27,7 @@ class Gossip(StateMachine):
     @on(PeerJoined, PeerLeft)
     def neighbours_changed(self, event):
         (self.peers.append if isinstance(event, PeerJoined) else self.peers.remove)(event.peer)
-        self.asked = None if self.asked not in self.peers else self.asked
+        self.asked = self.asked if self.asked in self.peers else None
 
     @on(Started, TimerFired)
     def push(self, event):
@@ -41,13 +38,13 @@ class Gossip(StateMachine):
 
     @on(Received[Half])
     def average(self, event):
-        theirs = event.message.values.numpy()
-        if not event.message.answer:
+        theirs, is_answer = event.message.values.numpy(), event.message.answer
+        if not is_answer:
             yield Send(event.peer, Half(theirs if self.asked else self.values / 2, answer=True), "gossip")
-        if event.message.answer or not self.asked:
+        if is_answer or not self.asked:
             self.values = self.values / 2 + theirs
-            yield Report("exchange", {"spread": float(np.ptp(self.values))})
-        self.asked = None if event.message.answer else self.asked
+            yield Report("exchange", {"mean": float(self.values.mean())})
+        self.asked = None if is_answer else self.asked
 
     @on(Stopping)
     def stop(self, event):
@@ -55,20 +52,17 @@ class Gossip(StateMachine):
 
 
 async def main(count, exchanges=100):
+    done, hosts = asyncio.Semaphore(0), []
     async with AsyncExitStack() as stack:
-        done, hosts, nodes = asyncio.Semaphore(0), [], []
         for rank in range(count):
             node = await stack.enter_async_context(Node(f"peer-{rank}", listen=["tcp://127.0.0.1:0"]))
-            machine = Gossip(np.full(1000, float(rank)))
-            hosts.append(await stack.enter_async_context(Host(machine, node, seed=rank, report=lambda *_: done.release())))
-            for other in nodes:
-                await node.dial(other.addresses[0])
-            nodes.append(node)
+            for other in hosts:
+                await node.dial(other.node.addresses[0])
+            host = Host(Gossip(np.full(1000, float(rank))), node, seed=rank, report=lambda name, fields: done.release())
+            hosts.append(await stack.enter_async_context(host))
         for _ in range(count * exchanges):
             await done.acquire()
-        for host in hosts:
-            await host.stop()
-        print("the mean is", (count - 1) / 2, "and the peers have", [round(float(host.machine.values.mean()), 3) for host in hosts])
+    print("the mean is", (count - 1) / 2, "and the peers have", [round(float(host.machine.values.mean()), 3) for host in hosts])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import nn
 
 from p2pml.protocols.chainsgd.group import Group
 
+torch.set_num_threads(1)  # two peers share this machine, perhaps
 role, address = sys.argv[1:3]
 rank = {"start": 0, "join": 1}[role]
 
@@ -28,7 +29,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 # 1. become a member: the model is now the group's
 group = Group.start(model, listen=address, peers=2) if role == "start" else Group.join(address, model)
 
-for step in range(400):
+for step in range(600):
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(points), arm)
     loss.backward()

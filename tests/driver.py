@@ -20,6 +20,7 @@ from typing import Any
 
 from p2pml import statemachine as sm
 from p2pml.errors import LinkClosed, MachineFailed
+from p2pml.wire.options import ChannelOptions
 from tests.driver_links import Memory, MemoryReused, Parcel, Way
 from tests.driver_peers import Answer, Lane, Peer, show
 
@@ -275,8 +276,8 @@ class Cluster:
             case sm.Send():
                 self._send(peer, effect)
             case sm.Grant():
-                if effect.channel not in peer.machine.channels:
-                    raise LookupError(f"{peer.machine.name} has no channel '{effect.channel}'")
+                if not self._options(peer, effect.channel).manual:
+                    raise ValueError(f"channel '{effect.channel}' of {peer.machine.name} is not manual")
                 if (effect.peer, peer.name) in self._ways:
                     self._ways[effect.peer, peer.name].flow(effect.channel).come_back(effect.messages)
             case sm.SetTimer():
@@ -310,10 +311,13 @@ class Cluster:
             peer.feed(sm.TimerFired(name), timer)
         return due
 
+    def _options(self, peer: Peer, channel: str) -> ChannelOptions:
+        if channel not in peer.machine.channels:
+            raise LookupError(f"{peer.machine.name} has no channel '{channel}'")
+        return peer.machine.channels[channel]
+
     def _send(self, peer: Peer, effect: sm.Send) -> None:
-        options = peer.machine.channels.get(effect.channel)
-        if options is None:
-            raise LookupError(f"{peer.machine.name} has no channel '{effect.channel}'")
+        options = self._options(peer, effect.channel)
         way, back = self._ways.get((peer.name, effect.peer)), self._ways.get((effect.peer, peer.name))
         if way is None or way.closing is not None or peer.members.get(effect.peer) is not back:
             if effect.tag is not None:

@@ -114,8 +114,7 @@ class Flow:
         parcel, way = self.under_way.popleft(), self.way
         message = parcel.arrive()
         if parcel.tag is not None:
-            if way.sender.machine.handles(sm.Sent):
-                way.sender.feed(sm.Sent(parcel.tag))
+            way.sender.feed(sm.Sent(parcel.tag))
             if way.sender.machine.handles(sm.Delivered):
                 self.come_back(parcel)
         way.cluster.handle(way.receiver, sm.Received(way.sender.name, message, self.channel))

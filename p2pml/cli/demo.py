@@ -35,15 +35,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it all; returns the exit status."""
-    from p2pml import loops
-    from p2pml.cli import plot, results
+    from p2pml.cli import plot, results, stopping
     from p2pml.cli.baselines import run_baselines
     from p2pml.cli.group import run_group
 
     if not arguments.no_plot:
         plot.require()
-    group = loops.run(run_group(arguments), "asyncio")
+    group = stopping.run(run_group(arguments), "asyncio")
     curves = {}
     if group.is_complete and not arguments.no_baselines:
-        curves = loops.run(run_baselines(arguments, group.names, group.progress.rounds), "asyncio")
+        curves = stopping.run(run_baselines(arguments, group.names, group.progress.rounds), "asyncio")
     return results.conclude(arguments, group, curves)

@@ -71,8 +71,10 @@ class _Group:
             listen = ["--listen", "tcp://127.0.0.1:0"]
             await self._start(family, first, "start", *training, *listen)
             addresses = await self._addresses
-            for name in others if addresses else ():
-                await self._start(family, name, "join", *addresses, "--wait", str(WAIT), *as_flags(self._arguments, "task"))
+            own = [*as_flags(self._arguments, "task"), "--wait", str(WAIT)]
+            for number, name in enumerate(others if addresses else (), 2):
+                part = f"{number}/{self._arguments.peers}"  # the parts that the baselines of the same names have
+                await self._start(family, name, "join", *addresses, *own, "--part", part)
             finished = asyncio.create_task(family.finished())
             given_up = asyncio.create_task(self._given_up.wait())
             try:

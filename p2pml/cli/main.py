@@ -18,7 +18,7 @@ from p2pml.cli import demo, join, start
 from p2pml.cli.options import Misuse
 from p2pml.errors import AddressError, MachineFailed, P2PMLError
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+FAILED, MISUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 EPILOG = """\
 exit status: 0 when the work was done, 1 when it failed (the reason is printed), 2 for arguments that make no sense,
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except P2PMLError as error:
+        if type(error).__name__ == "Terminated":
+            return TERMINATED
         if parsed.verbose:
             traceback.print_exc()
             if isinstance(error, MachineFailed) and error.trace:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import secrets
-import signal
 import socket
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from p2pml import loops
-from p2pml.cli.children import end_with_parent, event
+from p2pml.cli import stopping
+from p2pml.cli.children import event
 from p2pml.cli.job import Dealer, Job, JobRefused, announce_wish, receive_job
 from p2pml.cli.options import Misuse
 from p2pml.cli.progress import Progress
@@ -26,7 +24,6 @@ from p2pml.node import Node, Peer
 
 FIRST_DELAY, LAST_DELAY = 0.2, 3.0
 """Bounds in seconds of the pauses between attempts to join."""
-TERMINATED = 128 + signal.SIGTERM
 
 Summary = dict[str, Any]
 
@@ -51,12 +48,10 @@ def run_member(
     with showing(arguments.report, progress) as sink:
         member = Member(name, sink)
         try:
-            summary = loops.run(_stoppable(work(member), arguments.child), arguments.loop)
-        except (KeyboardInterrupt, asyncio.CancelledError) as stop:
+            summary = stopping.run(work(member), arguments.loop, is_child=arguments.child)
+        except (KeyboardInterrupt, stopping.Terminated):
             member.emit("stopped")
-            if isinstance(stop, KeyboardInterrupt):
-                raise
-            return TERMINATED
+            raise
         except Exception as error:
             trace = (isinstance(error, MachineFailed) and error.trace) or traceback.format_exc()
             member.emit("failed", error=str(error) or type(error).__name__, trace=trace)
@@ -139,22 +134,6 @@ def _check_task(theirs: str, mine: str | None) -> None:
         raise Misuse(f"--task: the group trains '{theirs}', not '{mine}'")
     if mine is None and ":" in theirs:
         raise JobRefused(f"the group trains '{theirs}', code that this machine must have too: join with --task {theirs}")
-
-
-async def _stoppable(work: Coroutine[Any, Any, Summary], is_child: bool) -> Summary:
-    """Run `work`, cancelled by SIGTERM too, and by the end of the parent process (Ctrl-C is asyncio's own matter)."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    with contextlib.suppress(NotImplementedError):  # Windows has no such signal
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
-
-    def stop() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
-            loop.call_soon_threadsafe(task.cancel)
-
-    if is_child:
-        end_with_parent(stop)
-    return await work
 
 
 def _describe(summary: Mapping[str, Any]) -> str:

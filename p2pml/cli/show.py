@@ -14,8 +14,8 @@ from p2pml.cli.progress import Event, Progress
 Sink = Callable[[Event], None]
 
 _SENTENCES = {
-    "joined": "{member} joined: {members} members",
-    "left": "{member} is gone: {reason}; {members} members are left",
+    "joined": "{member} joined; members: {members}",
+    "left": "{member} is gone: {reason}; members left: {members}",
     "rejected": "{member} was not let in: {reason}",
     "refused": "round {round}: the contribution of {member} is not used: {reason}",
     "accused": "{by} accuses {member}: {reason}",
@@ -86,6 +86,8 @@ def describe(event: Event, progress: Progress) -> str:
         return "" if repeated else f"{peer} cannot join yet: {event['reason']}; trying again"
     if kind == "ready":
         return f"{peer} is ready with part {event['part'] + 1} of {event['parts']} ({event['samples']} examples)"
+    if kind == "left" and event["reason"] == "its machine has finished":
+        return ""  # all rounds are done, and everybody goes
     if kind in _SENTENCES:
         return _SENTENCES[kind].format_map(event)
     if kind == "exited":

@@ -76,8 +76,6 @@ class ReceiveWindow:
         self.consumed += amount
         if self.consumed < self.due and not (at_once and self.consumed + self.size > self.limit):
             return False
-        if self.granted_by_hand:
-            return False
         self.limit = self.consumed + self.size
         self._set_due()
         return True

@@ -137,8 +137,6 @@ class ReceiveChannel:
 
         Raises `ProtocolError` (order, credit, size); where only this message is at fault, `Incoming.fault` says so.
         """
-        if self.due:
-            raise ProtocolError(f"channel '{self.name}': message {sequence} overtakes {self.due[0].sequence}")
         self._introduce(sequence)
         parsed, fault = self._parse(head, payload, max_message)
         charge = len(head) + (parsed.raw_size if parsed else payload)

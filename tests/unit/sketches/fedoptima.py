@@ -131,7 +131,8 @@ class Server(StateMachine):
         self.info = {"role": "server"}
         self.model, self.back = model, back
         self.omega, self.stop_at, self.max_staleness = omega, stop_at, max_staleness
-        self.version = self.stale = self.peak = 0
+        self.version = self.peak = 0
+        self.stale: list[str] = []
         self.losses: list[float] = []
         self.seats: dict[str, Seat] = {}
         self.models: deque[tuple[str, DeviceModel]] = deque()
@@ -169,7 +170,7 @@ class Server(StateMachine):
             peer, message = self.models.popleft()
             age = self.version - message.base
             if age > self.max_staleness:
-                self.stale += 1
+                self.stale.append(peer)
                 yield Send(peer, GlobalModel(self.version, self.model), "models")
             else:
                 self.busy = True

@@ -104,9 +104,9 @@ def test_no_device_is_served_much_less_than_another_that_streams_as_fast() -> No
 
 
 def test_a_model_that_is_too_old_is_dropped_but_answered() -> None:
-    training = Training(4, 3, max_staleness=1, stop_at=30, pace={"d0": 0.05, "d1": 1e-4, "d2": 1e-4})
+    training = Training(4, 3, max_staleness=1, stop_at=40, pace={"d0": 4e-3, "d1": 1e-3, "d2": 1e-3})
     training.run()
-    assert training.server.stale > 0
+    assert training.server.stale.count("d0") > 2
     training.check_answers()
 
 
@@ -185,8 +185,8 @@ def test_dlion_learns_with_full_links_and_with_thin_ones() -> None:
 def test_every_message_fits_its_own_links_budget_unless_that_is_below_one_entry() -> None:
     workers = group(3, iterations=60)
     cluster = Cluster(workers, seed=2, pace=dict.fromkeys(workers, 0.01))
-    cluster.feed("w0", LinkMeasured("w1", 3000.0, 0.001))
-    cluster.feed("w0", LinkMeasured("w2", 2000.0, 0.001))
+    cluster.feed("w0", LinkMeasured("w1", 2500.0, 0.001))
+    cluster.feed("w0", LinkMeasured("w2", 1700.0, 0.001))
     cluster.feed("w0", LinkMeasured("w2", None, 0.002))  # a round trip alone leaves the bandwidth as it is
     cluster.run(until=cluster.finished)
     for _, size, budget in workers["w0"].sent:

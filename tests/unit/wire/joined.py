@@ -168,7 +168,9 @@ class Joined:
         for _ in range(1 if once else PIPE):
             if sum(len(piece) for _, piece in pipe) >= PIPE:
                 return
+            wanted = end.session.wants_pull
             pieces = end.session.pull()
+            assert wanted or not pieces
             end.collect()
             end.sent += end.session.take_sent()
             if not pieces:

@@ -218,6 +218,10 @@ def test_a_tensors_own_memory_is_handed_out() -> None:
     pieces = [piece for _ in range(6) for piece in peer.session.pull() if len(piece) > 50_000]
     assert sum(map(len, pieces)) == array.nbytes
     assert all(np.shares_memory(np.frombuffer(piece, np.uint8), array) for piece in pieces)
+    (sent,) = peer.session.take_sent()
+    assert peer.session.take_sent() == []
+    sent.release()
+    assert not sent.segments, "the tensor is its owner's alone"
 
 
 def test_many_channels_are_told_in_as_many_frames_as_it_takes() -> None:

@@ -18,6 +18,7 @@ from p2pml.wire.framing import (
     MAX_CONTROL,
     MAX_HEAD,
     MAX_PAYLOAD,
+    MIN_SLICE,
     STAGING,
     VERSIONS,
     FrameReader,
@@ -25,6 +26,7 @@ from p2pml.wire.framing import (
     frame,
     preface,
     read_preface,
+    slice_for,
 )
 from tests.unit.wire.joined import Frame, Recorder, data
 
@@ -179,6 +181,13 @@ def test_a_handler_that_discards_sees_nothing_of_the_same_read_after_it(first: b
     recorder.control_received = recorder.data_received = end  # type: ignore[method-assign,assignment]
     fill(reader, first + frame(9) + data(1, 1))
     assert recorder.seen == [b"end"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "size"), [(0.0, MIN_SLICE), (1e6, MIN_SLICE), (200e6, 3 * MIN_SLICE), (1e12, MAX_PAYLOAD)]
+)
+def test_a_slice_is_what_the_link_carries_in_a_millisecond_within_bounds(rate: float, size: int) -> None:
+    assert slice_for(rate) == size
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
