@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import numpy as np
 
 from p2pml import ChannelOptions, Host, Node, StateMachine, TensorLike, message, on
-from p2pml.statemachine import Finish, PeerJoined, PeerLeft, Received, Report, Send, SetTimer, Started, Stopping, TimerFired
+from p2pml import statemachine as sm
 
 
 @message("gossip/half")
@@ -24,31 +24,31 @@ class Gossip(StateMachine):
     def __init__(self, values):
         self.values, self.peers, self.asked = values, [], None
 
-    @on(PeerJoined, PeerLeft)
+    @on(sm.PeerJoined, sm.PeerLeft)
     def neighbours_changed(self, event):
-        (self.peers.append if isinstance(event, PeerJoined) else self.peers.remove)(event.peer)
+        (self.peers.append if isinstance(event, sm.PeerJoined) else self.peers.remove)(event.peer)
         self.asked = self.asked if self.asked in self.peers else None
 
-    @on(Started, TimerFired)
+    @on(sm.Started, sm.TimerFired)
     def push(self, event):
-        yield SetTimer("push", self.random.uniform(0.005, 0.02))
+        yield sm.SetTimer("push", self.random.uniform(0.005, 0.02))
         if self.peers and self.asked is None:
             self.asked = self.random.choice(self.peers)
-            yield Send(self.asked, Half(self.values / 2, answer=False), "gossip")
+            yield sm.Send(self.asked, Half(self.values / 2, answer=False), "gossip")
 
-    @on(Received[Half])
+    @on(sm.Received[Half])
     def average(self, event):
         theirs, is_answer = event.message.values.numpy(), event.message.answer
         if not is_answer:
-            yield Send(event.peer, Half(theirs if self.asked else self.values / 2, answer=True), "gossip")
+            yield sm.Send(event.peer, Half(theirs if self.asked else self.values / 2, answer=True), "gossip")
         if is_answer or not self.asked:
             self.values = self.values / 2 + theirs
-            yield Report("exchange", {"mean": float(self.values.mean())})
+            yield sm.Report("exchange", {"mean": float(self.values.mean())})
         self.asked = None if is_answer else self.asked
 
-    @on(Stopping)
+    @on(sm.Stopping)
     def stop(self, event):
-        yield Finish(self.values)
+        yield sm.Finish(self.values)
 
 
 async def main(count, exchanges=100):

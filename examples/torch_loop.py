@@ -34,8 +34,8 @@ for step in range(600):
     loss = nn.functional.cross_entropy(model(points), arm)
     loss.backward()
     optimizer.step()
-    if step % 10 == 9:
-        group.average()  # 2. every ten steps, hand over the model and get the group's back
+    if step % 5 == 4:
+        group.average()  # 2. every five steps, hand over the model and get the group's back
 
 group.leave()  # 3. goodbye
 

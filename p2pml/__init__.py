@@ -51,7 +51,7 @@ _HOME = {
     "on": "p2pml.statemachine",
     "run": "p2pml.loops",
 }
-__all__ = [*_HOME, "__version__"]  # noqa: PLE0604 (the names above, each loaded when it is first used)
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> _Any:

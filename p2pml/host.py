@@ -71,6 +71,7 @@ class Host:
         self._measuring: asyncio.TimerHandle | None = None
         self._lanes: dict[str, ThreadPoolExecutor] = {}
         self._computing: set[asyncio.Future[Any]] = set()
+        self._unread: dict[int, tuple[Peer, events.Arrived]] = {}  # by the id of the event that says so
         self._commands: dict[str, deque[asyncio.Future[Any]]] = {}
         self._result: asyncio.Future[Any] | None = None
         self._unwatch: Callable[[], None] | None = None
@@ -226,13 +227,14 @@ class Host:
     # `Exception` is caught in what follows because a machine is other people's code: whatever it raises is its end, not the node's.
 
     def _step(self, event: sm.Event) -> None:
-        if self.machine.finished:
-            return
-        try:
-            for effect in self.machine.handle(event, self._loop.time()):
-                self._effects[type(effect)](effect)
-        except Exception as error:
-            self._fail(error, f"its handler of {_describe(event)}")
+        if not self.machine.finished:
+            try:
+                for effect in self.machine.handle(event, self._loop.time()):
+                    self._effects[type(effect)](effect)
+            except Exception as error:
+                self._fail(error, f"its handler of {_describe(event)}")
+        if self._unread:
+            self._give_back(self._unread.pop(id(event), None))
 
     def _watch(self, what: str, peer: Peer, detail: Any) -> None:
         if what == "left":
@@ -281,9 +283,16 @@ class Host:
             return
         channel = self._own_channel(arrived.channel)
         assert channel is not None
-        self.feed(sm.Received(peer.id, arrived.message, channel))
+        event: sm.Received[Any] = sm.Received(peer.id, arrived.message, channel)
         arrived.message = None
-        peer.link.consumed(arrived)
+        self._unread[id(event)] = (peer, arrived)
+        self.feed(event)
+
+    def _give_back(self, unread: tuple[Peer, events.Arrived] | None) -> None:
+        """A message is done with: return its credit to its sender."""
+        if unread is not None:
+            peer, arrived = unread
+            peer.link.consumed(arrived)
 
     def _place(self, peer: str, head: codec.Head) -> Any:
         method = self.machine._places.get(head.type)
@@ -302,8 +311,8 @@ class Host:
         return f"{self.machine.name}/{name}"
 
     def _own_channel(self, channel: str) -> str | None:
-        owner, _, name = channel.partition("/")
-        return name if owner == self.machine.name and name in self.machine.channels else None
+        name = channel.removeprefix(f"{self.machine.name}/")
+        return name if name in self.machine.channels and channel == self._channel(name) else None
 
     def _measure(self) -> None:
         if self.machine.handles(sm.LinkMeasured):
@@ -388,6 +397,7 @@ class Host:
 
         def done(future: asyncio.Future[sm.Computed | sm.ComputeFailed]) -> None:
             self._computing.discard(future)
+            self._give_back(consumed)
             if future.cancelled() or self.machine.finished:
                 return
             event = future.result()
@@ -396,6 +406,8 @@ class Host:
             else:
                 self.feed(event)
 
+        # Taken over from the handler, which would have returned the credit at its end.
+        consumed = self._unread.pop(id(effect.consumes), None) if effect.consumes is not None else None
         future = self._loop.run_in_executor(lane, work)
         self._computing.add(future)
         future.add_done_callback(done)

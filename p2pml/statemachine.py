@@ -31,6 +31,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import iscoroutinefunction
 from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 from p2pml.wire.options import ChannelOptions
@@ -71,7 +72,7 @@ class Received(Event, Generic[M]):
     """A message from `peer`. Subscript it to choose the message: ``@on(Received[Gradient])``.
 
     The message's tensors belong to the machine from here on. Unless the channel is `manual`, the receiver's credit for it
-    is returned when the handler ends.
+    is returned when the handler ends, or where a `Compute` takes it over (`consumes`).
     """
 
     peer: str
@@ -81,7 +82,10 @@ class Received(Event, Generic[M]):
 
 @dataclass(frozen=True, slots=True)
 class CreditGranted(Event):
-    """`peer` can take at least one more message on `channel`, after a time in which it could not."""
+    """`peer` can take at least one more message on `channel`, after a time in which it could not.
+
+    A channel's initial window brings none; the first `Grant` on a `manual` channel does.
+    """
 
     peer: str
     channel: str
@@ -104,7 +108,9 @@ class Delivered(Event):
 
 @dataclass(frozen=True, slots=True)
 class SendFailed(Event):
-    """The `Send` with this `tag` will not arrive: declined for lack of credit, superseded, refused, or the peer left."""
+    """The `Send` with this `tag` was declined for lack of credit, superseded or refused; or its peer left before it was
+    acknowledged, and then it may have arrived.
+    """
 
     peer: str
     tag: Any
@@ -220,7 +226,9 @@ class Compute(Effect):
     """Run ``work(*arguments)`` in a worker thread; answers `Computed` or `ComputeFailed` with `tag`.
 
     Computations of one machine on one `lane` run one after the other, in order; different lanes run at the same time.
-    `cost` is for a simulator: the work's size in whatever unit its cost model has (for training: samples).
+    `cost` is for a simulator: the work's size in whatever unit its cost model has (for training: samples). `consumes` is the
+    `Received` that is being handled: its credit, and the memory of its tensors, go back to their sender when the
+    computation is done and not when the handler ends, so that what waits for a lane is bounded too.
     """
 
     tag: Any
@@ -228,6 +236,7 @@ class Compute(Effect):
     arguments: Sequence[Any] = ()
     lane: str = "compute"
     cost: float = 0.0
+    consumes: Received[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +289,8 @@ def on(*events: Any) -> Callable[[_H], _H]:
     """Mark a method as the handler of event classes, of ``Received[SomeMessage]``, or of ``Command`` by name: ``on("average")``."""
 
     def mark(method: _H) -> _H:
+        if iscoroutinefunction(method):
+            raise TypeError(f"{method.__name__}: a handler yields effects, it is no coroutine")
         keys = [_key(event) for event in events]
         method.__p2pml_on__ = [*getattr(method, "__p2pml_on__", ()), *keys]  # type: ignore[attr-defined]
         return method
@@ -290,7 +301,8 @@ def on(*events: Any) -> Callable[[_H], _H]:
 def place(message: type) -> Callable[[_H], _H]:
     """Mark a method that says where the tensors of an arriving large message go, before its bytes come.
 
-    It is called as ``method(peer, head)`` with the message's `p2pml.wire.codec.Head` (kind, plain fields, tensor
+    It is called for messages that are offered first (larger than the channel's `eager`) and not compressed, as
+    ``method(peer, head)`` with the message's `p2pml.wire.codec.Head` (kind, plain fields, tensor
     descriptors) and returns one writable buffer of the exact size for each tensor, or None for fresh memory. The memory
     belongs to the wire until `Received` or `PeerLeft`.
     """
@@ -307,6 +319,8 @@ def _key(event: Any) -> Any:
         return (Command, event)
     if get_origin(event) is Received:
         return (Received, get_args(event)[0])
+    if event in (Event, Received, Command):
+        raise TypeError(f"@on({event.__name__}) is too little: say Received[Message], or a command's name")
     if isinstance(event, type) and issubclass(event, Event):
         return event
     raise TypeError(f"@on takes event classes, Received[Message] or a command's name, not {event!r}")
@@ -321,6 +335,7 @@ class StateMachine:
 
     name: ClassVar[str] = ""
     channels: ClassVar[Mapping[str, ChannelOptions]] = {}
+    _named: ClassVar[bool] = False
     _handlers: ClassVar[dict[Any, str]] = {}
     _places: ClassVar[dict[type, str]] = {}
 
@@ -333,18 +348,23 @@ class StateMachine:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "name" not in cls.__dict__:
+        if "name" in cls.__dict__:
+            cls._named = True
+        elif not cls._named:
             cls.name = cls.__name__.lower()
-        cls._handlers, cls._places = dict(cls._handlers), dict(cls._places)
-        for attribute, method in list(vars(cls).items()):
-            for key in getattr(method, "__p2pml_on__", ()):
-                other = cls._handlers.get(key)
-                if other is not None and other != attribute and other in vars(cls):
-                    raise TypeError(f"{cls.__name__}: {other} and {attribute} both handle {key}")
-                cls._handlers[key] = attribute
-            placed = getattr(method, "__p2pml_place__", None)
-            if placed is not None:
-                cls._places[placed] = attribute
+        cls._handlers, cls._places = {}, {}
+        for base in reversed(cls.__mro__):
+            own: dict[Any, str] = {}
+            for attribute, method in vars(base).items():
+                placed = getattr(method, "__p2pml_place__", None)
+                keys = [*getattr(method, "__p2pml_on__", ()), *([("place", placed)] if placed else ())]
+                for key in keys:
+                    if own.setdefault(key, attribute) != attribute:
+                        raise TypeError(f"{base.__name__}: {own[key]} and {attribute} both handle {key}")
+                    if placed is not None and key == ("place", placed):
+                        cls._places[placed] = attribute
+                    else:
+                        cls._handlers[key] = attribute
 
     def begin(self, me: str, seed: int, now: float) -> None:
         """Called by the driver before `Started`: who this is, its random seed, the time."""
@@ -376,12 +396,12 @@ class StateMachine:
             handler = self._handlers.get(kind)
         if handler is None:
             return self._unhandled(event)
-        made = getattr(self, handler)(event)
-        effects = [] if made is None else list(made)
-        for index, effect in enumerate(effects):
+        effects: list[Effect] = []
+        for effect in getattr(self, handler)(event) or ():
+            effects.append(effect)
             if type(effect) is Finish:
                 self.finished, self.result = True, effect.result
-                return effects[: index + 1]
+                break
         return effects
 
     def _unhandled(self, event: Event) -> list[Effect]:

@@ -15,7 +15,7 @@ import asyncio
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -107,11 +107,13 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        return sum((peer.link.session.bytes_out for peer in self._node.peers.values()), self._closed_sent)
+        now_open: Iterable[int] = (peer.link.session.bytes_out for peer in self._node.peers.values())
+        return self._closed_sent + sum(now_open)
 
     @property
     def received(self) -> int:
-        return sum((peer.link.session.bytes_in for peer in self._node.peers.values()), self._closed_received)
+        now_open: Iterable[int] = (peer.link.session.bytes_in for peer in self._node.peers.values())
+        return self._closed_received + sum(now_open)
 
     def _watch(self, what: str, peer: Any, detail: Any) -> None:
         if what == "left":

@@ -117,9 +117,11 @@ class Flow:
             way.sender.feed(sm.Sent(parcel.tag))
             if way.sender.machine.handles(sm.Delivered):
                 self.come_back(parcel)
-        way.cluster.handle(way.receiver, sm.Received(way.sender.name, message, self.channel))
+        event = sm.Received(way.sender.name, message, self.channel)
         if not self.options.manual:
-            self.come_back(1)
+            way.receiver.unread[id(event)] = partial(self.come_back, 1)
+        way.cluster.handle(way.receiver, event)
+        way.receiver.unread.pop(id(event), _nothing)()
         if way.closing is not None:
             way.cluster.wake(way.end)
         return True
@@ -142,6 +144,10 @@ class Flow:
                 sender.feed(sm.CreditGranted(receiver.name, self.channel))
             self.way.cluster.wake(self.leave)
         return True
+
+
+def _nothing() -> None:
+    """What is called where no credit goes back, or a computation gives it back later."""
 
 
 class Way:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ class Peer:
         self.timers: dict[str, object] = {}
         self.lanes: dict[str, Lane] = {}
         self.asked: dict[str, deque[Answer]] = {}
+        self.unread: dict[int, Callable[[], None]] = {}  # what gives back the credit of a message, by its event's id
 
     @property
     def runs(self) -> bool:
@@ -87,11 +89,13 @@ class Lane:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.jobs: deque[sm.Compute] = deque()
+        self.gives_back: deque[Callable[[], None] | None] = deque()  # the credit of what each job consumes
         self.began = 0.0
         self.due = 0.0
 
     def add(self, job: sm.Compute) -> None:
         self.jobs.append(job)
+        self.gives_back.append(self.peer.unread.pop(id(job.consumes), None) if job.consumes is not None else None)
         if len(self.jobs) == 1:
             self._begin()
 
@@ -111,6 +115,8 @@ class Lane:
             self.peer.feed(sm.ComputeFailed(job.tag, error))
         else:
             self.peer.feed(sm.Computed(job.tag, result, cluster.now - self.began))
+        if (give_back := self.gives_back.popleft()) is not None:
+            give_back()
         cluster.note(f"{self.peer.name} has computed {job.tag!r}")
         if self.jobs:
             self._begin()

@@ -23,7 +23,7 @@ from p2pml.cli.progress import Event
 
 PATIENCE = 8.0
 """Seconds that children have to end in order, before they are killed."""
-TAIL = 40
+TAIL = 100
 """Lines of a child's standard error that are kept."""
 MAX_LINE = 1 << 22
 """Bytes of a line that a child may report in."""
@@ -160,7 +160,9 @@ def end_with_parent(end: Callable[[], None]) -> None:
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def watch() -> None:
-        while os.read(0, 1):  # not through sys.stdin, whose lock a daemon thread must not hold when the interpreter ends
+        while os.read(
+            0, 1
+        ):  # not through sys.stdin, whose lock a daemon thread must not hold when the interpreter ends
             pass
         end()
         time.sleep(PATIENCE)

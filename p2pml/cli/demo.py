@@ -18,7 +18,9 @@ this machine. Then train each peer alone for as many epochs, and one model on al
 
 def add_parser(subparsers: Any) -> None:
     """Add the command with its protocols."""
-    parser: argparse.ArgumentParser = subparsers.add_parser("demo", help="see peers train together, on this machine alone")
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "demo", help="see peers train together, on this machine alone"
+    )
     protocols = parser.add_subparsers(required=True, metavar="PROTOCOL")
     chainsgd = protocols.add_parser(
         "chainsgd", help="reduce through pairs, broadcast along a tree (MDLdroid)", description=DESCRIPTION

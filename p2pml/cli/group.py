@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ class GroupRun:
     summaries: dict[str, Event] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    started_at: float = field(default_factory=time.time)
     deviation: Deviation | None = None
 
     @property
@@ -55,7 +57,9 @@ async def run_group(arguments: argparse.Namespace) -> GroupRun:
 
 
 class _Group:
-    def __init__(self, arguments: argparse.Namespace, run: GroupRun, show: Callable[[Event], None], folder: str) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, run: GroupRun, show: Callable[[Event], None], folder: str
+    ) -> None:
         self._arguments, self._run, self._show = arguments, run, show
         self._flags = ["--child", "--report", "json", "--threads", "1", "-v", "--verify", folder]
         self._flags += as_flags(arguments, "loop")

@@ -20,20 +20,29 @@ def add_parser(subparsers: Any) -> None:
         "join", help="join a group that was opened on another machine", description=DESCRIPTION
     )
     parser.add_argument(
-        "addresses", type=options.address, nargs="+", metavar="ADDRESS", help="what `p2pml start` printed; several are tried"
+        "addresses",
+        type=options.address,
+        nargs="+",
+        metavar="ADDRESS",
+        help="what `p2pml start` printed; several are tried",
     )
     parser.add_argument("--task", help="the task as module:function, if the group's is of one's own")
     parser.add_argument(
-        "--part", type=options.part, metavar="K/N", help="the part of the data, such as 2/4 (default: as the group deals it)"
+        "--part",
+        type=options.part,
+        metavar="K/N",
+        help="the part of the data, such as 2/4 (default: as the group deals it)",
     )
     parser.add_argument(
         "--listen",
         type=options.address,
         action="append",
         metavar="ADDRESS",
-        help="where the other members find this one (default: a free port on this machine, or with --insecure on all its networks)",
+        help="where the other members find this one (default: a free port, on this machine if ADDRESS is, else on all networks)",
     )
-    parser.add_argument("--wait", type=float, metavar="SECONDS", help="how long joining is tried (default: until it works)")
+    parser.add_argument(
+        "--wait", type=options.seconds, metavar="SECONDS", help="how long to try (default: until it works)"
+    )
     options.add_peer(parser)
     options.add_shared(parser)
     parser.set_defaults(run=run)

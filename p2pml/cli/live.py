@@ -126,7 +126,10 @@ def _row(peer: PeerProgress) -> list[RenderableType]:
 def bars(titles: Mapping[str, str], rounds: int) -> Iterator[Callable[[Event], None]]:
     """A bar for each of the baselines `titles` (by the names that are their events' peers); call it with every event."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[said]}")
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]}"),
     )
     with rich_progress.Progress(*columns) as shown:
         tasks = {name: shown.add_task(title, total=rounds, said="") for name, title in titles.items()}
@@ -137,7 +140,9 @@ def bars(titles: Mapping[str, str], rounds: int) -> Iterator[Callable[[Event], N
                 reached = "" if event["accuracy"] is None else f"[green]{event['accuracy']:.3f}"
                 shown.update(task, completed=event["round"], said=reached)
             elif event["event"] == "exited":
-                shown.console.print(Text("\n".join([f"{titles[event['peer']]} ended: {event['status']}", *event["tail"]])))
+                shown.console.print(
+                    Text("\n".join([f"{titles[event['peer']]} ended: {event['status']}", *event["tail"]]))
+                )
                 shown.update(task, said="[bold red]failed")
 
         yield show

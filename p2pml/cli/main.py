@@ -15,10 +15,8 @@ from typing import Any
 
 import p2pml
 from p2pml.cli import demo, join, start
-from p2pml.cli.options import Misuse
+from p2pml.cli.outcome import FAILED, INTERRUPTED, MISUSED, TERMINATED, Misuse, Terminated
 from p2pml.errors import AddressError, MachineFailed, P2PMLError
-
-FAILED, MISUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 EPILOG = """\
 exit status: 0 when the work was done, 1 when it failed (the reason is printed), 2 for arguments that make no sense,
@@ -43,9 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output is gone, as in `p2pml ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except Terminated:
+        print("p2pml: stopped", file=sys.stderr)
+        return TERMINATED
     except P2PMLError as error:
-        if type(error).__name__ == "Terminated":
-            return TERMINATED
         if parsed.verbose:
             traceback.print_exc()
             if isinstance(error, MachineFailed) and error.trace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import secrets
 import socket
@@ -15,9 +14,9 @@ from typing import Any
 from p2pml.cli import stopping
 from p2pml.cli.children import event
 from p2pml.cli.job import Dealer, Job, JobRefused, announce_wish, receive_job
-from p2pml.cli.options import Misuse
+from p2pml.cli.outcome import Misuse, Terminated
 from p2pml.cli.progress import Progress
-from p2pml.cli.show import Sink, duration, showing, size
+from p2pml.cli.show import Sink, duration, showing, size, write_json
 from p2pml.cli.training import train
 from p2pml.errors import HandshakeRefused, MachineFailed, P2PMLError, TransportError
 from p2pml.node import Node, Peer
@@ -49,7 +48,7 @@ def run_member(
         member = Member(name, sink)
         try:
             summary = stopping.run(work(member), arguments.loop, is_child=arguments.child)
-        except (KeyboardInterrupt, stopping.Terminated):
+        except (KeyboardInterrupt, Terminated):
             member.emit("stopped")
             raise
         except Exception as error:
@@ -58,7 +57,7 @@ def run_member(
             raise
         member.emit("done", **summary)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, summary)
     if arguments.report != "json":
         print(_describe(summary))
     return 0
@@ -90,7 +89,9 @@ def _rounds_before(arguments: argparse.Namespace) -> int:
 
     before = rounds_in(arguments.checkpoint, arguments.task)
     if arguments.rounds is not None and before >= arguments.rounds:
-        raise Misuse(f"--rounds: the model in {arguments.checkpoint} has {before} rounds behind it, so there is nothing to do")
+        raise Misuse(
+            f"--rounds: the model in {arguments.checkpoint} has {before} rounds behind it, so there is nothing to do"
+        )
     return before
 
 
@@ -133,7 +134,9 @@ def _check_task(theirs: str, mine: str | None) -> None:
     if mine is not None and mine != theirs:
         raise Misuse(f"--task: the group trains '{theirs}', not '{mine}'")
     if mine is None and ":" in theirs:
-        raise JobRefused(f"the group trains '{theirs}', code that this machine must have too: join with --task {theirs}")
+        raise JobRefused(
+            f"the group trains '{theirs}', code that this machine must have too: join with --task {theirs}"
+        )
 
 
 def _describe(summary: Mapping[str, Any]) -> str:

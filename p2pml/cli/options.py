@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from p2pml.address import Address
-from p2pml.errors import AddressError, P2PMLError
+from p2pml.cli.outcome import Misuse
+from p2pml.errors import AddressError
 from p2pml.loops import KINDS
 
 Part = tuple[int, int]
@@ -18,10 +19,6 @@ INSECURE = (
     "listening beyond this machine is refused without --insecure: links are neither encrypted nor authenticated yet, so "
     "whoever reaches the port can join, and can read and change the model"
 )
-
-
-class Misuse(P2PMLError):
-    """The arguments make no sense together; the message says why."""
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +66,9 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 def add_peer(parser: argparse.ArgumentParser) -> None:
     """What any single peer can be told."""
-    parser.add_argument("--name", type=name, help="this peer's id, unlike all others' (default: host name and a number)")
+    parser.add_argument(
+        "--name", type=name, help="this peer's id, unlike all others' (default: host name and a number)"
+    )
     parser.add_argument("--threads", type=at_least(1), metavar="N", help="threads for torch (default: torch's choice)")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="PATH", help="write the group's model to PATH.safetensors after each round"
@@ -102,6 +101,17 @@ def address(text: str) -> Address:
         return Address.parse(text)
     except AddressError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def seconds(text: str) -> float:
+    """The type of an argument that is a time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds")
+    return value
 
 
 def name(text: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from p2pml.cli.outcome import Unwritable
 from p2pml.errors import MissingExtra
 
 Series = Sequence[float | None]
@@ -36,8 +37,11 @@ def draw(path: Path, title: str, group: Series, alone: Mapping[str, Series], cen
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as error:
+        raise Unwritable.of(path, error) from error
 
 
 def _points(series: Series) -> tuple[list[int], list[float]]:

@@ -66,7 +66,10 @@ class PeerProgress:
         if self.sampled is None:
             self.sampled = (now, sent, received)
         elif (elapsed := now - self.sampled[0]) >= RATE_SECONDS:
-            self.send_rate, self.receive_rate = (sent - self.sampled[1]) / elapsed, (received - self.sampled[2]) / elapsed
+            self.send_rate, self.receive_rate = (
+                (sent - self.sampled[1]) / elapsed,
+                (received - self.sampled[2]) / elapsed,
+            )
             self.sampled = (now, sent, received)
 
 

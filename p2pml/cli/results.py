@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
+import sys
+import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +18,7 @@ from p2pml.cli.bench.report import show as show_table
 from p2pml.cli.children import event
 from p2pml.cli.group import GroupRun
 from p2pml.cli.progress import Progress
-from p2pml.cli.show import JsonLines, duration, size
+from p2pml.cli.show import JsonLines, duration, size, write_json
 
 PACKAGES = ("numpy", "torch", "uvloop", "cbor2")
 LAG_TARGET = 0.02
@@ -32,8 +33,6 @@ def conclude(arguments: argparse.Namespace, group: GroupRun, curves: Mapping[str
         picture = None if arguments.no_plot else _draw(arguments, group, curves)
         figures["plot"] = None if picture is None else str(picture)
         if arguments.report == "json":
-            import sys
-
             JsonLines(Progress(), sys.stdout)(event("result", "", **figures))
         else:
             _show(group, curves, figures)
@@ -59,6 +58,7 @@ def collect(arguments: argparse.Namespace, group: GroupRun, curves: Mapping[str,
         "alone_accuracy": max(known) if known else None,
         "central_accuracy": _last(central.accuracy),
         "seconds": group.seconds,
+        "total_seconds": time.time() - group.started_at,
         "bytes_sent": sum(peer.bytes_sent for peer in peers.values()),
         "peak_rss_bytes": max((peer.peak_rss_bytes for peer in peers.values()), default=None),
         "max_deviation_from_mean": None if deviation is None else deviation.absolute,
@@ -82,7 +82,8 @@ def collect(arguments: argparse.Namespace, group: GroupRun, curves: Mapping[str,
             for name, peer in peers.items()
         },
         "settings": {
-            key: getattr(arguments, key) for key in ("rounds", "steps_per_round", "weighting", "combine", "seed", "loop")
+            key: getattr(arguments, key)
+            for key in ("rounds", "steps_per_round", "weighting", "combine", "seed", "loop")
         },
         "versions": versions(),
     }
@@ -97,12 +98,6 @@ def versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[package] = None
     return found
-
-
-def write_json(path: Path, figures: Mapping[str, Any]) -> None:
-    """Write figures for programs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def _draw(arguments: argparse.Namespace, group: GroupRun, curves: Mapping[str, Curve]) -> Path | None:

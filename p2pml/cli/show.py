@@ -7,8 +7,10 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
+from p2pml.cli.outcome import Unwritable
 from p2pml.cli.progress import Event, Progress
 
 Sink = Callable[[Event], None]
@@ -113,6 +115,15 @@ def describe_round(progress: Progress, index: int, now: float) -> str:
     if left:
         parts.append(f"ETA {duration(left)}")
     return "  ".join(parts)
+
+
+def write_json(path: Path, figures: Mapping[str, Any]) -> None:
+    """Write figures to a file. Raises `Unwritable`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_plain(figures), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Unwritable.of(path, error) from error
 
 
 def size(count: float) -> str:

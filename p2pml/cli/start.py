@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from p2pml.cli import options
+from p2pml.cli.outcome import Misuse
 
 DESCRIPTION = """\
 Open a group and print the addresses at which other machines join it (`p2pml join ADDRESS`). When all have come, they train
@@ -27,7 +28,10 @@ def add_parser(subparsers: Any) -> None:
         help="where to listen, may be given several times (default: tcp://127.0.0.1:7700, or with --insecure tcp://:7700)",
     )
     parser.add_argument(
-        "--part", type=options.part, metavar="K/N", help="the part of the data that is trained on here (default: the first)"
+        "--part",
+        type=options.part,
+        metavar="K/N",
+        help="the part of the data that is trained on here (default: the first)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="begin with the model that --checkpoint has, after its last round"
@@ -43,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     listen = arguments.listen or [options.address(default)]
     options.check_listen(listen, arguments.insecure)
     if arguments.resume and arguments.checkpoint is None:
-        raise options.Misuse("--resume needs --checkpoint, which says where the model is")
+        raise Misuse("--resume needs --checkpoint, which says where the model is")
     if arguments.part is not None and arguments.part[1] != arguments.peers:
-        raise options.Misuse(f"--part: the data is dealt in {arguments.peers} parts (--peers), not in {arguments.part[1]}")
+        raise Misuse(f"--part: the data is dealt in {arguments.peers} parts (--peers), not in {arguments.part[1]}")
 
     from p2pml.cli.member import open_group, run_member
     from p2pml.cli.progress import Progress

@@ -10,15 +10,9 @@ from typing import Any, TypeVar
 
 from p2pml import loops
 from p2pml.cli.children import end_with_parent
-from p2pml.errors import P2PMLError
+from p2pml.cli.outcome import Terminated
 
 T = TypeVar("T")
-TERMINATED = 128 + signal.SIGTERM
-"""The exit status of a command that was told to stop, other than by Ctrl-C."""
-
-
-class Terminated(P2PMLError):
-    """The command was told to stop, by SIGTERM or by its parent, and did."""
 
 
 def run(work: Coroutine[Any, Any, T], loop: str, *, is_child: bool = False) -> T:

@@ -82,5 +82,7 @@ def rounds_in(path: Path, task: str) -> int:
     meta = checkpoint.load(path).meta
     number = meta.get("round")
     if meta.get("task") != task or type(number) is not int or number < 0:
-        raise CheckpointError(f"checkpoint {path} is of task {meta.get('task')!r}, round {number!r}, not of task '{task}'")
+        raise CheckpointError(
+            f"checkpoint {path} is of task {meta.get('task')!r}, round {number!r}, not of task '{task}'"
+        )
     return number

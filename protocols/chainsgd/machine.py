@@ -9,27 +9,16 @@ from typing import Any
 
 from p2pml.errors import P2PMLError
 from p2pml.protocols.chainsgd.agent import Options
-from p2pml.protocols.chainsgd.member import GroupEnd, Member, entry
+from p2pml.protocols.chainsgd.device import Device
+from p2pml.protocols.chainsgd.member import GroupEnd, entry
 from p2pml.protocols.chainsgd.messages import (
-    Abort,
-    Aborted,
-    Accused,
     Done,
-    Gone,
-    Merged,
-    Pair,
     Plan,
     Ready,
-    Refused,
     Rejected,
-    Result,
-    Root,
-    Segment,
-    Stop,
     Void,
-    Welcome,
 )
-from p2pml.protocols.chainsgd.reduction import PUMP, Misbehaved, Reduction, Refusal, Stamp
+from p2pml.protocols.chainsgd.reduction import Reduction
 from p2pml.protocols.chainsgd.schedule import Scheduler
 from p2pml.protocols.training.errors import ModelMismatch, TrainingError
 from p2pml.protocols.training.merge import Accumulator, Unusable, check_weight
@@ -39,19 +28,14 @@ from p2pml.statemachine import (
     Compute,
     Computed,
     Effect,
-    Received,
     Reply,
-    TimerFired,
     on,
-    place,
 )
-from p2pml.wire.codec import Head
 from p2pml.wire.options import ChannelOptions
 
 INLINE = 1 << 20
 """A result of up to so many bytes is written into the model at once; a larger one by a worker thread."""
 _APPLY = "chainsgd apply"
-_TO_DEVICE = (Welcome, Gone, Rejected, Stop, Plan, Pair, Root, Abort, Void)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +75,7 @@ class _Offer:
     bound: BoundTensors
 
 
-class ChainGroup(Member):
+class ChainGroup(Device):
     """The machine of a peer, and of the mobile agent beside it in the peer that starts the group.
 
     Commands: 'joined' is answered, with the members, when this peer is one and has the group's model; 'average', given
@@ -128,27 +112,15 @@ class ChainGroup(Member):
             tensors, agent=agent, options=options, scheduler=scheduler, addresses=addresses, resources=resources
         )
         self.tensors = tensors
-        self.reduction: Reduction | None = None  # from the agent's welcome on
-        self.joined = False  # this peer is a member, and has the group's model
         self._bound: BoundTensors | None = None
-        self._plan = Plan(0, 0, [], [], {}, [], [])
-        self._running = False  # the plan's attempt
-        self._reason = ""  # why this peer's contribution does not count in this round
         self._queue: deque[Contribution] = deque()
         self._offer: _Offer | None = None
-        self._contributed = False
-        self._applied = False  # the result in the accumulator was given to whom it is for
         self._applying = False
         self._lent = False
-        self._settled: tuple[Stamp, bool] | None = None  # what the last `Done` was for
         self._asked = 0  # unanswered 'joined' commands
         self._rejected = False
 
     # ----------------------------------------------------------------------------------------------------- subclasses
-
-    def round_began(self, round_: int) -> Iterator[Effect]:
-        """The group begins a round, to which this peer may contribute by `offer`."""
-        yield from ()
 
     def round_ended(self, result: AverageResult | P2PMLError) -> Iterator[Effect]:
         """A contribution is answered: the result is in the model, or there is none."""
@@ -162,9 +134,6 @@ class ChainGroup(Member):
 
     def missed_result(self, accumulator: Accumulator) -> None:
         """A round is over, and this peer is not through with what it does for it. It will get the newest result then."""
-
-    def prepare_model(self) -> None:
-        """Between rounds: have the group's model in the accumulator, for those who join. As a rule it is there."""
 
     def became_member(self) -> Iterator[Effect]:
         """This peer is a member, and has the group's model."""
@@ -191,6 +160,11 @@ class ChainGroup(Member):
 
     # --------------------------------------------------------------------------------------------------------- events
 
+    def told(self, message: Any) -> Iterator[Effect]:
+        """The agent said something."""
+        self._rejected = isinstance(message, Rejected)
+        yield from super().told(message)
+
     @on("joined")
     @entry
     def _answer_joined(self, event: Command) -> Iterator[Effect]:
@@ -203,44 +177,15 @@ class ChainGroup(Member):
     def _average(self, event: Command) -> Iterator[Effect]:
         yield from self.offer(event.value)
 
-    @on(*(Received[kind] for kind in _TO_DEVICE))  # type: ignore[valid-type]
-    @entry
-    def _hear_agent(self, event: Received[Any]) -> Iterator[Effect]:
-        if event.peer == self.agent_id:
-            yield from self.told(event.message)
-
-    @place(Segment)
-    def _place_segment(self, peer: str, head: Head) -> list[memoryview] | None:
-        if self.reduction is None:
-            return None
-        self._foresee((head.fields["round"], head.fields["attempt"]))
-        return self.reduction.place(peer, head)
-
-    @place(Result)
-    def _place_result(self, peer: str, head: Head) -> list[memoryview] | None:
-        return self._place_segment(peer, head)
-
-    @on(Received[Segment], Received[Result])
-    @entry
-    def _arrived(self, event: Received[Any]) -> Iterator[Effect]:
-        peer, message, reduction = event.peer, event.message, self.reduction
-        if reduction is None:
-            return
-        stamp = (message.round, message.attempt)
-        self._foresee(stamp)
-        yield from self._guard(peer, reduction.arrived(peer, message))
-        is_last = message.index == len(reduction.segments) - 1
-        if is_last and type(message) is Segment and not (self._plan.trees and stamp == self._stamp):
-            yield self.tell(Merged(*stamp, peer))
-
-    @on(TimerFired)
-    @entry
-    def fired(self, event: TimerFired) -> Iterator[Effect]:
-        """A timer is due."""
-        if event.name != PUMP:
-            yield from super().fired(event)
-        elif self.reduction is not None:
-            yield from self._guard(self.me, self.reduction.pump())
+    def took_part(self, segment_bytes: int) -> Iterator[Effect]:
+        """The group is open to this peer."""
+        self._bound = BoundTensors(SegmentMap(self._specs, segment_bytes), self.tensors)
+        self.reduction = Reduction(self.me, self._bound.segments)
+        if self._agent is not None:
+            self.reduction.hold(self._bound)  # round 0: the initial model
+            self.joined = self.applied = True
+            yield from self.became_member()
+            yield from self._next_offer()
 
     @on(Computed)
     @entry
@@ -249,95 +194,11 @@ class ChainGroup(Member):
         if event.tag == _APPLY:
             yield from self._have_applied(None)
 
-    # -------------------------------------------------------------------------------------------------------- the agent
-
-    @property
-    def _stamp(self) -> Stamp:
-        return (self._plan.round, self._plan.attempt)
-
-    @property
-    def last_round(self) -> int:
-        """The round that this peer is in."""
-        return self._plan.round
-
-    def took_part(self, segment_bytes: int) -> Iterator[Effect]:
-        """The group is open to this peer."""
-        self._bound = BoundTensors(SegmentMap(self._specs, segment_bytes), self.tensors)
-        self.reduction = Reduction(self.me, self._bound.segments)
-        if self._agent is not None:
-            self.reduction.hold(self._bound)  # round 0: the initial model
-            self.joined = self._applied = True
-            yield from self.became_member()
-            yield from self._next_offer()
-
-    def told(self, message: Any) -> Iterator[Effect]:
-        """The agent said something."""
-        reduction = self.reduction
-        match message:
-            case Plan() if reduction is not None and (message.round, message.attempt) > self._stamp:
-                yield from self._planned(reduction, message)
-            case Pair() | Root() | Abort() | Void() if reduction is not None:
-                if (message.round, message.attempt) == self._stamp or isinstance(message, Void):
-                    yield from self._told_more(reduction, message)
-            case Rejected():
-                self._rejected = True
-                yield from super().told(message)
-            case _:
-                yield from super().told(message)
-
-    def _planned(self, reduction: Reduction, plan: Plan) -> Iterator[Effect]:
-        is_new = plan.round > self._plan.round
-        self._plan, self._running, self._contributed = plan, True, False
-        self.meet(plan.members)
-        self.held.clear()
-        if plan.contributors:
-            self._applied, self._reason = False, plan.excluded.get(self.me, "")
-            reduction.begin(self._stamp)
-            senders = [sender for sender, receiver in plan.pairs if receiver == self.me]
-            yield from self._guard(self.me, reduction.plan(senders, final=bool(plan.trees)))
-            for sender, receiver in plan.pairs:
-                if sender == self.me:
-                    yield from self._guard(self.me, reduction.send_to(receiver))
-            if plan.trees and plan.trees[0][0] == self.me:
-                yield from self._guard(self.me, reduction.be_root(plan.trees[0]))
-            if is_new:
-                yield from self.round_began(plan.round)
-            yield from self._contribute()
-            return
-        mine = next((tree for tree in plan.trees if self.me in tree), None)
-        if mine is None:
-            reduction.skip(self._stamp)
-            yield from self._settle()
-        elif mine[0] == self.me:
-            if plan.joining:
-                self.prepare_model()
-            yield from self._guard(self.me, reduction.serve(self._stamp, mine))
-        else:
-            reduction.begin(self._stamp)
-            yield from self._guard(self.me, reduction.plan([], final=True))
-
-    def _told_more(self, reduction: Reduction, message: Pair | Root | Abort | Void) -> Iterator[Effect]:
-        match message:
-            case Pair() if self._running and message.receiver == self.me:
-                yield from self._guard(self.me, reduction.plan([message.sender], final=False))
-            case Pair() if self._running:
-                yield from self._guard(self.me, reduction.send_to(message.receiver))
-            case Root() if self._running:
-                yield from self._guard(self.me, reduction.be_root(message.tree))
-            case Abort():
-                self._running = False
-                reduction.abort()
-                yield self.tell(Aborted(*self._stamp, reduction.complete))
-            case Void():
-                yield from self._voided(reduction, message)
-            case _:
-                return
-
-    def _voided(self, reduction: Reduction, message: Void) -> Iterator[Effect]:
+    def voided(self, reduction: Reduction, message: Void) -> Iterator[Effect]:
         """The round has no result; the model stays what it is, and is what this peer can give to those who join."""
-        self._plan = Plan(message.round, message.attempt, self.members, [], {}, [], [])
-        reduction.skip(self._stamp)
-        offer, self._offer, self._applied = self._offer, None, True
+        self.plan = Plan(message.round, message.attempt, self.members, [], {}, [], [])
+        reduction.skip(self.stamp)
+        offer, self._offer, self.applied = self._offer, None, True
         holds = False
         if offer is not None:
             try:
@@ -346,43 +207,9 @@ class ChainGroup(Member):
             except Unusable:
                 reduction.abort()  # nor can it be given to anybody
             yield from self.round_ended(TrainingError(message.reason))
-        self._settled = (self._stamp, True)
-        yield self.tell(Done(*self._stamp, 0.0, True, holds))
+        self.settled = (self.stamp, True)
+        yield self.tell(Done(*self.stamp, 0.0, True, holds))
         yield from self._next_offer()
-
-    def _foresee(self, stamp: Stamp) -> None:
-        """A segment may overtake the plan of its attempt.
-
-        The memory for it is free by then, or the agent had not planned.
-        """
-        reduction = self.reduction
-        if reduction is None or stamp == reduction.stamp:
-            return
-        round_, attempt = self._stamp
-        if not self._running:
-            may = not reduction.complete and stamp == (round_, attempt + 1)
-        else:
-            may = stamp == (round_ + 1, 1) and self._settled is not None and self._settled[0] == self._stamp
-        if may or (not self.joined and self._stamp == (0, 0)):
-            reduction.begin(stamp)
-
-    def lost(self, peer: str) -> Iterator[Effect]:
-        """The link to `peer` is gone."""
-        if self.reduction is not None:
-            yield from self._guard(peer, self.reduction.forget(peer))
-
-    def _guard(self, peer: str, effects: Iterator[Effect]) -> Iterator[Effect]:
-        """Carry a reduction on, and say what is wrong if it cannot be; then see whether the round is over."""
-        assert self.reduction is not None
-        try:
-            yield from effects
-        except Misbehaved as error:
-            yield self.tell(Accused(peer, str(error)))
-        except Refusal as error:
-            self.reduction.abort()
-            yield self.tell(Refused(*self.reduction.stamp, error.peer or self.me, str(error)))
-        if self.reduction.complete:
-            yield from self._settle()
 
     # --------------------------------------------------------------------------------------------- what the user gives
 
@@ -406,25 +233,25 @@ class ChainGroup(Member):
         self._offer = _Offer(contribution, bound)
         if self._lent:
             self._lent = False
-            yield from self._settle()
-        yield from self._contribute()
-        yield from self._settle()
+            yield from self.settle()
+        yield from self.contribute()
+        yield from self.settle()
 
-    def _contribute(self) -> Iterator[Effect]:
-        if self._offer is None or self._contributed or not self._running or self.me not in self._plan.contributors:
+    def contribute(self) -> Iterator[Effect]:
+        if self._offer is None or self.contributed or not self.running or self.me not in self.plan.contributors:
             return
         assert self.reduction is not None
-        self._contributed = True
+        self.contributed = True
         weight = self._offer.contribution.weight
-        yield self.tell(Ready(*self._stamp, weight))
-        yield from self._guard(self.me, self.reduction.contribute(self._offer.bound, weight))
+        yield self.tell(Ready(*self.stamp, weight))
+        yield from self.guard(self.me, self.reduction.contribute(self._offer.bound, weight))
 
-    def _settle(self) -> Iterator[Effect]:
+    def settle(self) -> Iterator[Effect]:
         """If the result is here, give it to whom it is for, then tell the agent."""
         reduction = self.reduction
-        if reduction is None or not self._running or not reduction.complete or self._applying or self._lent:
+        if reduction is None or not self.running or not reduction.complete or self._applying or self._lent:
             return
-        if not self._applied and (self._offer is not None or not self.joined):
+        if not self.applied and (self._offer is not None or not self.joined):
             bound = self._bound if self._offer is None else self._offer.bound
             assert bound is not None
             if self._offer is not None and not self._offer.contribution.in_place:
@@ -437,24 +264,24 @@ class ChainGroup(Member):
                 self._applying = True
                 yield Compute(_APPLY, self.write_result, (reduction.accumulator, bound), lane="apply")
             return
-        if self._settled != (self._stamp, self._applied):
-            if not self._applied:
+        if self.settled != (self.stamp, self.applied):
+            if not self.applied:
                 self.missed_result(reduction.accumulator)
-            self._settled = (self._stamp, self._applied)
-            yield self.tell(Done(*self._stamp, reduction.weight, self._applied, True))
+            self.settled = (self.stamp, self.applied)
+            yield self.tell(Done(*self.stamp, reduction.weight, self.applied, True))
 
     def _have_applied(self, tensors: Mapping[str, Any] | None) -> Iterator[Effect]:
         assert self.reduction is not None
-        self._applied, self._applying = True, False
+        self.applied, self._applying = True, False
         if self.joined:
             self._offer = None
-            counted = not self._reason
+            counted = not self.reason
             result = AverageResult(
-                self._plan.round, tuple(self.members), self.reduction.weight, counted, self._reason, tensors
+                self.plan.round, tuple(self.members), self.reduction.weight, counted, self.reason, tensors
             )
             yield from self.round_ended(result)
         else:
             self.joined = True
             yield from self.became_member()
-        yield from self._settle()
+        yield from self.settle()
         yield from self._next_offer()

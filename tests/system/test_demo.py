@@ -36,7 +36,7 @@ def read(commands: Commands) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("combine", ["parameters", "delta"])
+@pytest.mark.parametrize("combine", ["parameters", pytest.param("delta", marks=pytest.mark.slow)])
 def test_two_peers_two_rounds(p2pml: Commands, combine: str) -> None:
     demo = p2pml(
         *("demo", "chainsgd", "--peers", "2", "--rounds", "2", "--task", p2pml.task, "--combine", combine),
@@ -65,6 +65,7 @@ def test_two_peers_two_rounds(p2pml: Commands, combine: str) -> None:
     assert p2pml.left() == []
 
 
+@pytest.mark.slow
 def test_lines_for_people(p2pml: Commands) -> None:
     demo = p2pml(
         *("demo", "chainsgd", "--peers", "2", "--rounds", "1", "--task", p2pml.task, "--no-plot", "--no-baselines")
@@ -79,9 +80,22 @@ def test_lines_for_people(p2pml: Commands) -> None:
     assert "\x1b" not in text
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_begin_ends_the_demo_at_once(p2pml: Commands) -> None:
     demo = p2pml(
-        *("demo", "chainsgd", "--peers", "3", "--task", p2pml.task, "--no-plot", "--report", "json", "--json", "out.json"),
+        *(
+            "demo",
+            "chainsgd",
+            "--peers",
+            "3",
+            "--task",
+            p2pml.task,
+            "--no-plot",
+            "--report",
+            "json",
+            "--json",
+            "out.json",
+        ),
         TEST_BAD_PART="2",
     )
     assert demo.finish(60) == 1
@@ -125,6 +139,7 @@ def test_a_peer_that_is_killed_does_not_stop_the_others(p2pml: Commands) -> None
     assert p2pml.left() == []
 
 
+@pytest.mark.slow
 def test_without_the_agent_the_others_end_and_say_why(p2pml: Commands) -> None:
     demo = started(p2pml, 3)
     demo.event("round", "peer-3", round=2)
@@ -136,7 +151,9 @@ def test_without_the_agent_the_others_end_and_say_why(p2pml: Commands) -> None:
     assert p2pml.left() == []
 
 
-@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "which", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGKILL))]
+)
 def test_nothing_runs_on_when_the_demo_is_stopped(p2pml: Commands, which: signal.Signals) -> None:
     demo = started(p2pml, 3)
     demo.event("round", "peer-3", round=2)

@@ -308,3 +308,52 @@ def test_events_and_effects_are_values() -> None:
     assert Send("b", Ping(1), "ball") != Send("b", Ping(1), "ball", or_drop=True)
     with pytest.raises(AttributeError):
         Compute("tag", print).tag = "other"  # type: ignore[misc]
+
+
+def test_handlers_of_all_bases_are_found() -> None:
+    class Greets(StateMachine):
+        @on(Started)
+        def greet(self, event: Started) -> list[Effect]:
+            return [Report("hello", {})]
+
+    class Mixin:
+        @on(Stopping)
+        def part(self, event: Stopping) -> list[Effect]:
+            return [Finish("bye")]
+
+    class Both(Mixin, Greets):
+        name = "both"
+
+    class Role(Both):
+        """Keeps the name: its peers know the protocol by it."""
+
+    machine = Role()
+    assert machine.name == "both"
+    assert machine.handle(Started(), 0.0) == [Report("hello", {})]
+    assert machine.handle(Stopping(), 0.0) == [Finish("bye")]
+
+
+def test_an_event_that_says_too_little_is_refused() -> None:
+    for event in (Event, Received, Command):
+        with pytest.raises(TypeError, match="too little"):
+            on(event)(lambda self, event: None)
+
+
+def test_a_coroutine_is_no_handler() -> None:
+    with pytest.raises(TypeError, match="no coroutine"):
+
+        @on(Started)
+        async def begin(self: StateMachine, event: Started) -> None: ...
+
+
+def test_a_generator_is_left_where_it_finished() -> None:
+    reached = []
+
+    class Ends(StateMachine):
+        @on(Started)
+        def begin(self, event: Started) -> Iterator[Effect]:
+            yield Finish(1)
+            reached.append("beyond")
+
+    assert Ends().handle(Started(), 0.0) == [Finish(1)]
+    assert reached == []

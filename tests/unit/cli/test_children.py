@@ -84,7 +84,9 @@ async def test_reports_come_in_order_and_other_output_is_kept_apart(write: Any) 
 async def test_a_failure_is_told_with_its_traceback(write: Any) -> None:
     log = Log()
     async with Family(log) as family:
-        child = await family.start("a", [write("child_fails", "def broken():\n    raise KeyError('the reason')\nbroken()")])
+        child = await family.start(
+            "a", [write("child_fails", "def broken():\n    raise KeyError('the reason')\nbroken()")]
+        )
         await family.finished()
     assert child.failed
     ((name, told),) = log.events
@@ -122,13 +124,17 @@ async def test_children_that_do_not_end_are_killed(write: Any, monkeypatch: pyte
 
 
 async def test_an_error_in_the_block_comes_out_as_it_is(write: Any) -> None:
-    log = Log()
-    with pytest.raises(ZeroDivisionError):
+    log, born = Log(), []
+
+    async def fail() -> None:
         async with Family(log) as family:
-            child = await family.start("a", [write("child_obeys_too", OBEDIENT)])
+            born.append(await family.start("a", [write("child_obeys_too", OBEDIENT)]))
             await log.until("started")
             raise ZeroDivisionError
-    assert child.status is not None
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    assert born[0].status is not None
 
 
 async def test_cancelled_families_leave_nothing(write: Any) -> None:

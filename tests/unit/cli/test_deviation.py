@@ -11,7 +11,11 @@ from p2pml.cli import deviation
 def keep(folder: Path, round_: int, weights: list[float], *, error: float = 0.0, wrong_peer: int = 0) -> None:
     rng = np.random.default_rng(round_)
     models = [
-        {"layer.weight": rng.normal(size=(3, 4)).astype(np.float32), "file": np.array([n], np.int64), "none": np.zeros(0)}
+        {
+            "layer.weight": rng.normal(size=(3, 4)).astype(np.float32),
+            "file": np.array([n], np.int64),
+            "none": np.zeros(0),
+        }
         for n in range(len(weights))
     ]
     shares = np.array(weights) / sum(weights)
@@ -50,7 +54,9 @@ def test_all_peers_with_the_same_wrong_mean(tmp_path: Path) -> None:
     for n in range(2):  # as if the weights were not used
         contributions = [dict(np.load(tmp_path / f"contribution-1-peer-{k}.npz")) for k in range(2)]
         plain = {
-            name.removeprefix("tensor:"): np.mean([one[name] for one in contributions], 0).astype(contributions[0][name].dtype)
+            name.removeprefix("tensor:"): np.mean([one[name] for one in contributions], 0).astype(
+                contributions[0][name].dtype
+            )
             for name in contributions[0]
             if name != "weight"
         }

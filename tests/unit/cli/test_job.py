@@ -14,6 +14,15 @@ from p2pml.cli.job import JOB, WISH, Dealer, Job, JobRefused, announce_wish, rec
 from p2pml.cli.options import Part
 from p2pml.node import Node
 
+
+async def until_alone(node: Node) -> None:
+    left = asyncio.Event()
+    end = node.watch(lambda what, peer, detail: left.set() if what == "left" else None)
+    if node.peers:
+        await left.wait()
+    end()
+
+
 JOB_OF_3 = Job(task="watch", parts=3, rounds=15, steps_per_round=None)
 
 
@@ -44,8 +53,7 @@ async def test_a_wish_is_granted_and_kept_over_a_cut() -> None:
     async with opened(own=1) as (opener, dealer), joiner("b", (2, 3)) as (b, peer):
         assert await receive_job(b, peer) == (JOB_OF_3, 2)
         await peer.close()
-        while opener.peers:
-            await asyncio.sleep(0)
+        await until_alone(opener)
         assert dealer.dealt == {"opener": 1}
         async with joiner("c") as (c, to_c):
             assert await receive_job(c, to_c) == (JOB_OF_3, 0)

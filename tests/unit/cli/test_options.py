@@ -48,12 +48,15 @@ def test_arguments_that_make_no_sense(arguments: list[str], told: str, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["start", "--listen", "tcp://0.0.0.0:0"], "tcp://0.0.0.0:0: listening beyond this machine is refused without --insecure"),
+        (
+            ["start", "--listen", "tcp://0.0.0.0:0"],
+            "tcp://0.0.0.0:0: listening beyond this machine is refused without --insecure",
+        ),
         (["start", "--listen", "tcp://127.0.0.1:0", "--listen", "tcp://:0"], "tcp://:0: listening beyond this machine"),
         (["join", "tcp://192.0.2.1:7700"], "tcp://:0: listening beyond this machine is refused"),
         (["start", "--resume"], "--resume needs --checkpoint"),
         (["start", "--part", "2/3"], "the data is dealt in 4 parts (--peers), not in 3"),
-        (["start", "--listen", "pigeon://roof"], "no transport for 'pigeon://'"),
+        (["start", "--listen", "pigeon://roof", "--insecure"], "no transport for 'pigeon://'"),
     ],
 )
 def test_arguments_that_make_no_sense_together(

@@ -44,7 +44,15 @@ def round_(number: int, time: float, names: list[str] = NAMES) -> list[dict[str,
         for sender, receiver in [("peer-2", "peer-1"), ("peer-3", "peer-1")]
     ]
     ends = [
-        event("round", name, time + 0.001 * n, round=number, loss=1.0 / number + n, accuracy=0.2 * number, **figures(1000 * number))
+        event(
+            "round",
+            name,
+            time + 0.001 * n,
+            round=number,
+            loss=1.0 / number + n,
+            accuracy=0.2 * number,
+            **figures(1000 * number),
+        )
         for n, name in enumerate(names)
     ]
     return [*pairs, *ends]
@@ -177,7 +185,8 @@ def test_the_live_display_fits_any_terminal(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_960, "100 kB"), (999_600, "1.0 MB"), (3e13, "30000 GB")]
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_960, "100 kB"), (999_600, "1.0 MB"), (3e13, "30000 GB")],
 )
 def test_sizes(count: float, text: str) -> None:
     assert size(count) == text

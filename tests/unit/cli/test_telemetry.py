@@ -64,9 +64,10 @@ async def test_traffic_of_open_and_closed_links() -> None:
         assert traffic.received >= 100_000
         assert other.sent >= 100_000
         while_open = traffic.received
+        left = asyncio.Event()
+        first.watch(lambda what, peer, detail: left.set() if what == "left" else None)
         await peer.close()
-        while first.peers:
-            await asyncio.sleep(0)
+        await left.wait()
         assert traffic.received >= while_open
         await second.dial("memory://telemetry")
         again = traffic.received

@@ -1,8 +1,7 @@
 """FedOptima's message flow and control (arXiv 2504.13850, algorithms 1 to 4), on a linear model of a few numbers.
 
-A device trains the front of the model against an auxiliary head, streams what the front gives to the server while it has
-credit for it, and after `local_steps` iterations sends its front and waits for the global one. The server trains the back
-on those activations, one computation at a time; a device's model goes first, then the device that was served least.
+A device streams activations while it has credit, and after `local_steps` sends its front and waits for the global one.
+The server computes one thing at a time: a device's model first, then activations of the device that was served least.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ class Device(StateMachine):
         self.info = {"role": "device"}
         self.x, self.y, self.local_steps, self.batch = x, y, local_steps, batch
         self.model: Model = {}
-        self.base = self.steps = self.models_sent = self.replies = self.streamed = self.discarded = 0
-        self.active = False  # the paper's sender status
-        self.server = ""
+        self.base = self.steps = self.models_sent = self.replies = self.streamed = 0
+        self.active, self.server = False, ""  # active: the paper's sender status
 
     @on(sm.PeerJoined)
     def meet(self, event: sm.PeerJoined) -> None:
@@ -89,25 +87,15 @@ class Device(StateMachine):
         if self.active:
             self.active = False
             self.streamed += 1
-            yield Send(self.server, Activations(x, y), "activations", or_drop=True, tag="activations")
-        else:
-            self.discarded += 1
+            yield Send(self.server, Activations(x, y), "activations", or_drop=True)
         if self.steps % self.local_steps:
             yield self._step()
         else:  # the model rests until the answer, which proves that it arrived: it need not be copied
             self.models_sent += 1
             yield Send(self.server, DeviceModel(self.base, self.model), "models")
 
-    @on(sm.SendFailed)
-    def declined(self, event: sm.SendFailed) -> None:
-        self.streamed, self.discarded = self.streamed - 1, self.discarded + 1
-
-    @on(Received[Stop])
-    def stop(self, event: Received[Stop]) -> Iterator[Effect]:
-        yield sm.Finish(self.steps)
-
-    @on(sm.PeerLeft)
-    def alone(self, event: sm.PeerLeft) -> Iterator[Effect]:
+    @on(Received[Stop], sm.PeerLeft)
+    def stop(self, event: Received[Stop] | sm.PeerLeft) -> Iterator[Effect]:
         if event.peer == self.server:
             yield sm.Finish(self.steps)
 
@@ -129,14 +117,13 @@ class Server(StateMachine):
 
     def __init__(self, model: Model, back: Array, omega: int, stop_at: int, max_staleness: int = 1000) -> None:
         self.info = {"role": "server"}
-        self.model, self.back = model, back
+        self.model, self.back, self.busy = model, back, False
         self.omega, self.stop_at, self.max_staleness = omega, stop_at, max_staleness
         self.version = self.peak = 0
         self.stale: list[str] = []
         self.losses: list[float] = []
         self.seats: dict[str, Seat] = {}
         self.models: deque[tuple[str, DeviceModel]] = deque()
-        self.busy = False
 
     @on(sm.PeerJoined)
     def seat(self, event: sm.PeerJoined) -> Iterator[Effect]:

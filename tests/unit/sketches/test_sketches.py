@@ -91,7 +91,7 @@ def test_devices_train_on_while_a_slow_server_computes_and_what_it_cannot_take_i
     training = Training(2, 4, omega=2, pace={"s": 0.05})
     training.run()
     for machine in training.devices.values():
-        assert machine.discarded > machine.streamed
+        assert machine.steps > 2 * machine.streamed
     streamed = sum(machine.streamed for machine in training.devices.values())
     assert 0 <= streamed - len(training.server.losses) <= 2 + 1  # queued or under way, and one that was being computed
 

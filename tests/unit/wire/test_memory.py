@@ -173,3 +173,35 @@ def test_a_channel_that_still_waits_for_memory_at_the_end_waits_no_more() -> Non
     right.read(1)
     assert budget.used == budget.fixed == 0
     assert budget.try_reserve(budget.total)
+
+
+def test_whenever_credit_is_told_all_of_it_is_told() -> None:
+    """So that limits do not lag behind what was read by up to half a window longer than they need to."""
+    joined, left, right = join({"data": SMALL, "other": SMALL})
+    left.send("data", bytes(900))
+    joined.run(0.1).settle()  # the acknowledgement tells it; a quarter of the window is no reason by itself
+    outlet = left.session.sender.channel("data")
+    assert outlet is not None
+    assert outlet.messages.limit == SMALL.messages + 1
+    assert outlet.bytes.limit == SMALL.bytes + 900
+    assert left.session.sender.link.limit == 2 * SMALL.bytes + 900
+    assert right.session.receiver.link.limit == 2 * SMALL.bytes + 900
+
+
+def test_what_is_granted_during_the_handshake_is_told_after_it() -> None:
+    for granter in (0, 1):
+        ends = [
+            end(name, dialer=name == "left", channels={"data": ChannelOptions(manual=True)})
+            for name in ("left", "right")
+        ]
+        joined = Joined(*ends)
+        for turn in range(4):  # the prefaces and both HELLOs
+            joined.pull(turn % 2)
+            joined.now += 1
+            if turn < 3:
+                joined.deliver(turn % 2, joined.now)
+        assert not any(one.session.is_open for one in ends)
+        ends[granter].session.receiver.grant("data", 1)
+        ends[1 - granter].send("data", Note(1))
+        joined.settle()
+        assert ends[granter].messages("data") == [Note(1)]

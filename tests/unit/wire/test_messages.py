@@ -15,10 +15,10 @@ from p2pml.errors import (
 )
 from p2pml.wire import codec, events
 from p2pml.wire.credits import MemoryBudget
-from p2pml.wire.framing import MAX_PAYLOAD
+from p2pml.wire.framing import MAX_PAYLOAD, FrameType
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import State
-from tests.unit.wire.joined import Model, Note, Strict, join, model
+from tests.unit.wire.joined import Model, Note, Stranger, Strict, join, model
 
 SMALL = ChannelOptions(messages=4, bytes=1 << 14, eager=1000)
 
@@ -282,3 +282,11 @@ def test_compressed_messages_are_not_placed() -> None:
     joined.settle()
     assert right.arrived[0].packed is not None
     assert right.messages("data")[0].tensors["t0"].nbytes == 100_000
+
+
+def test_what_fits_no_frame_is_offered_even_to_a_peer_that_would_take_it_at_once() -> None:
+    peer = Stranger(hello={"channels": [[1, "data", 10, 1 << 23, 1 << 23]], "link": 1 << 23})
+    whole, larger = peer.end.send("data", bytes(MAX_PAYLOAD)), peer.end.send("data", bytes(MAX_PAYLOAD + 1))
+    kinds = [(one.kind, len(one.payload)) for one in peer.read()]
+    assert kinds == [(FrameType.DATA, MAX_PAYLOAD), (FrameType.OFFER, 8)]
+    assert (whole.state, larger.state) == (State.SENT, State.OFFERED)
