@@ -19,6 +19,7 @@ from p2pml import statemachine as sm
 from p2pml.errors import LinkClosed, MachineFailed, MessageError, P2PMLError
 from p2pml.link import Ticket, as_encoded
 from p2pml.node import Node, Peer
+from p2pml.resources import measure
 from p2pml.wire import codec, events
 from p2pml.wire.options import ChannelOptions
 
@@ -103,9 +104,15 @@ class Host:
         machine.begin(node.id, self._seed, self._loop.time())
         for name, options in machine.channels.items():
             node.open(self._channel(name), options, handler=self._arrived, place=self._place)
-        node.announce(machine.name, [RUNNING, dict(machine.info)])
         self._unwatch = node.watch(self._watch)
         self.feed(sm.Started())
+        if machine.finished:
+            return self
+        try:
+            node.announce(machine.name, [RUNNING, dict(machine.info)])
+        except MessageError as error:
+            self._fail(error, "the info that it announces")
+            return self
         for peer in list(node.peers.values()):
             self._look_at(peer)
         if machine.handles(sm.LinkMeasured) or machine.handles(sm.ResourcesMeasured):
@@ -117,20 +124,24 @@ class Host:
         try:
             if not self.machine.finished and kind is None:
                 await self.stop()
-            self._end(f"{self.machine.name} on {self.node.id}: its host was closed before it had finished")
-            self._retire_soon()
+            self._close()
             if self._retiring is not None:
                 await asyncio.wait([self._retiring])
         finally:
-            self._end("its host was closed")
-            if self._unwatch is not None:
-                self._unwatch()
-            for name in self.machine.channels:
-                self.node.close_channel(self._channel(name))
-            for lane in self._lanes.values():
-                lane.shutdown(wait=False, cancel_futures=True)
-        if self._computing:
-            await asyncio.wait(self._computing)
+            self._close()
+            if self._computing:
+                await asyncio.wait(self._computing)
+
+    def _close(self) -> None:
+        self._end(f"{self.machine.name} on {self.node.id}: its host was closed before it had finished")
+        self._retire_soon()
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        for name in self.machine.channels:
+            self.node.close_channel(self._channel(name))
+        for lane in self._lanes.values():
+            lane.shutdown(wait=False, cancel_futures=True)
 
     async def result(self) -> Any:
         """What the machine finished with. Raises `MachineFailed` if it did not get there."""
@@ -361,7 +372,7 @@ class Host:
 
     def _grant(self, effect: sm.Grant) -> None:
         if not self._own_options(effect.channel).manual:
-            raise ValueError(f"channel '{effect.channel}' of {self.machine.name} is not manual: its credit returns by itself")
+            raise ValueError(f"channel '{effect.channel}' is not manual: its credit returns by itself")
         peer = self.node.peers.get(effect.peer)
         if peer is not None and not peer.link.session.is_closed:
             peer.link.session.receiver.grant(self._channel(effect.channel), effect.messages)
@@ -465,6 +476,8 @@ class Host:
 def _describe(event: sm.Event) -> str:
     if isinstance(event, sm.Received):
         return f"{type(event.message).__name__} from {event.peer}"
+    if isinstance(event, (sm.Command, sm.TimerFired)):
+        return f"{type(event).__name__} '{event.name}'"
     return type(event).__name__
 
 

@@ -193,8 +193,9 @@ class Link(asyncio.BufferedProtocol):
                 handle.cancel()
         self.session.lost(LinkClosed(reason))
         self._dispatch()
-        for outgoing in self._written:  # their last bytes got as far as the transport's buffer
-            outgoing.state = State.FAILED
+        for outgoing in self._written:
+            if outgoing.state is State.SENT:  # its last bytes got as far as the transport's buffer
+                outgoing.state = State.FAILED
         self._settle_written()
         if not self.finished.done():
             self.finished.set_result(None)
@@ -261,16 +262,18 @@ class Link(asyncio.BufferedProtocol):
         if self._dispatching:
             return
         session, sinks, self._dispatching = self.session, self._owner.sinks, True
-        while session.events:
-            for event in session.take_events():
-                try:
-                    if type(event) is events.Arrived and event.packed is None and not self._unpacking:
-                        sinks[event.channel](self.peer, event)
-                    else:
-                        self._handle(event)
-                except Exception as error:
-                    self._fail(error)
-        self._dispatching = False
+        try:
+            while session.events:
+                for event in session.take_events():
+                    try:
+                        if type(event) is events.Arrived and event.packed is None and not self._unpacking:
+                            sinks[event.channel](self.peer, event)
+                        else:
+                            self._handle(event)
+                    except Exception as error:
+                        self._fail(error)
+        finally:
+            self._dispatching = False
 
     def _fail(self, error: Exception) -> None:
         """A handler raised. Its message's credit may be lost, and what it was to do is not done: the link can't go on."""

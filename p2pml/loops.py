@@ -7,7 +7,7 @@ import atexit
 import concurrent.futures
 import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from p2pml.errors import MissingExtra
 
@@ -31,45 +31,41 @@ def new_event_loop(kind: str = "auto") -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T], kind: str = "auto") -> T:
-    """`asyncio.run` on a loop of this kind."""
-    with asyncio.Runner(loop_factory=lambda: new_event_loop(kind)) as runner:
-        return runner.run(work)
+    """`asyncio.run` on a loop of this kind. Inside a running loop, as in a notebook, await the coroutine, or use `LoopThread`."""
+    try:
+        with asyncio.Runner(loop_factory=lambda: new_event_loop(kind)) as runner:
+            return runner.run(work)
+    finally:
+        work.close()  # where it did not come to run
 
 
 class LoopThread:
     """An event loop in a thread of its own, for programs that block: scripts, notebooks, ordinary training loops.
 
-    Coroutines are run by `call` from any other thread. It is closed at the interpreter's exit if not before; `close` cancels
-    what still runs and waits for it.
+    Coroutines are run by `call` from any other thread, also from one with a running loop (which waits meanwhile). It is closed
+    at the interpreter's exit if not before; `close` cancels what still runs and waits for it. It does not survive a fork.
     """
 
     def __init__(self, kind: str = "auto") -> None:
         self._loop = new_event_loop(kind)
+        self._stop = asyncio.Event()
+        self._lock = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name="p2pml", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            pending = asyncio.all_tasks(self._loop)
-            for task in pending:
-                task.cancel()
-            if pending:
-                self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        finally:
-            asyncio.set_event_loop(None)
-            self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._stop.wait())
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the loop and return its future at once."""
-        if not self._thread.is_alive():
-            work.close()
-            raise RuntimeError("the event loop's thread has ended")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Start a coroutine on the loop and return its future at once. Raises `RuntimeError` if the thread has ended."""
+        with self._lock:  # what comes before the stop is begun, and so it is cancelled, and does not wait for ever
+            if not self._closed and self._thread.is_alive():
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise RuntimeError("the event loop's thread has ended")
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine on the loop and wait for its result; it is cancelled after `timeout` seconds, and on an interrupt.
@@ -87,8 +83,17 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Stop the loop and its thread; safe to call twice."""
+        """Cancel what runs, and wait until the loop and its thread have ended; safe to call twice, and from any thread."""
         atexit.unregister(self.close)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        with self._lock:
+            if not self._closed and self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._closed = True
+        if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()

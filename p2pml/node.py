@@ -84,7 +84,7 @@ class Inbox:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._arrived: deque[tuple[Peer, events.Arrived]] = deque()
+        self._arrived: deque[events.Arrived] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._closed = False
 
@@ -92,7 +92,8 @@ class Inbox:
         return len(self._arrived)
 
     def _put(self, peer: Peer, arrived: events.Arrived) -> None:
-        self._arrived.append((peer, arrived))
+        arrived.peer = peer
+        self._arrived.append(arrived)
         if self._waiting:
             self._wake()
 
@@ -107,7 +108,8 @@ class Inbox:
         """The next message and its sender, or None."""
         if not self._arrived:
             return None
-        peer, arrived = self._arrived.popleft()
+        arrived = self._arrived.popleft()
+        peer: Peer = arrived.peer
         peer.link.consumed(arrived)
         return peer, arrived.message
 
@@ -117,12 +119,17 @@ class Inbox:
         Raises `TimeoutError` after `timeout` seconds, `LinkClosed` when the node closes. A cancelled receive loses nothing.
         """
         if not self._arrived:
-            async with asyncio.timeout(timeout):
+            if timeout is None:
                 while not self._arrived:
                     await self._wait()
-        item = self.receive_nowait()
-        assert item is not None
-        return item
+            else:
+                async with asyncio.timeout(timeout):
+                    while not self._arrived:
+                        await self._wait()
+        arrived = self._arrived.popleft()
+        peer: Peer = arrived.peer
+        peer.link.consumed(arrived)
+        return peer, arrived.message
 
     async def _wait(self) -> None:
         if self._closed:
@@ -353,7 +360,7 @@ class Node:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a task that ends, at the latest, with the node. Raises `LinkClosed` if the node is not running."""
-        if not self._running:
+        if not self._runs():
             work.close()
             raise LinkClosed("the node is not running")
         assert self._tasks is not None
@@ -363,8 +370,7 @@ class Node:
         task.add_done_callback(lambda _: work.close())  # if it was cancelled before it could begin
         return task
 
-    @property
-    def _running(self) -> bool:
+    def _runs(self) -> bool:
         return self._tasks is not None and not self._closing
 
     async def listen(self, address: str) -> list[str]:
@@ -375,7 +381,7 @@ class Node:
         where = Address.parse(address)
         carrier = transport_for(where)
         listener = await carrier.listen(where, lambda: self._accept(carrier))
-        if not self._running:
+        if not self._runs():
             await listener.close()
             raise LinkClosed("the node is not running")
         self._listeners.append(listener)
@@ -510,7 +516,7 @@ class Node:
         return peer
 
     async def _dial_once(self, where: Address) -> Peer:
-        if not self._running:
+        if not self._runs():
             raise LinkClosed("the node is not running")
         carrier = transport_for(where)
         made = await carrier.dial(where, lambda: self._link(carrier, dialer=True))
@@ -518,7 +524,7 @@ class Node:
         future: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
         self._dials[made] = future
         try:
-            if not self._running:
+            if not self._runs():
                 raise LinkClosed("the node was closed meanwhile")
             if made.session.is_open:
                 return self.peers[made.session.peer]
@@ -527,7 +533,7 @@ class Node:
             return await future
         except BaseException:
             _retrieve(future)
-            if not made.session.is_open or not self._running:
+            if not made.session.is_open or not self._runs():
                 made.abort("the dial was given up")
             raise
         finally:
@@ -548,11 +554,9 @@ class Node:
     async def _keep(self, peer: Peer, where: Address, timeout: float) -> None:
         """Dial a peer again whenever its link is lost."""
         try:
-            while not peer.dropped:
+            while True:
                 await asyncio.shield(peer.link.finished)
-                if peer.dropped:
-                    return
-                again = self.peers.get(peer.id) or await self._redial(where, timeout)
+                again = None if peer.dropped else self.peers.get(peer.id) or await self._redial(where, timeout)
                 if again is None:
                     return
                 if again.id != peer.id:  # a node that chooses its id at random was started anew

@@ -45,7 +45,11 @@ class SendWindow:
 
 
 class ReceiveWindow:
-    """The receiver's side of a limit: `size` is what may be under way or unread at a time."""
+    """The receiver's side of a limit: `size` is what may be under way or unread at a time.
+
+    `received` counts what came in, `consumed` what the application took or discarded of it. Once that reaches `due`, half
+    the window is owed, and a limit should be told.
+    """
 
     __slots__ = ("consumed", "due", "granted_by_hand", "limit", "received", "size")
 
@@ -58,7 +62,6 @@ class ReceiveWindow:
         self._set_due()
 
     def _set_due(self) -> None:
-        """`due` is how much must be consumed for half the window, and at least something, to be owed."""
         half = max(1, (self.size + 1) // 2)
         self.due = sys.maxsize if self.granted_by_hand else self.limit - self.size + half
 
@@ -68,17 +71,20 @@ class ReceiveWindow:
             raise ProtocolError(f"{what}: {self.received + amount - self.limit} beyond the credit of {self.limit}")
         self.received += amount
 
-    def consume(self, amount: int, *, at_once: bool = False) -> bool:
-        """Count what the application took or discarded; true if a new limit should be told now.
+    @property
+    def owed(self) -> int:
+        """How much could be given back now."""
+        return max(0, self.consumed + self.size - self.limit)
 
-        The limit is told when half the window can be given back, or `at_once`: where the sender said that it waits.
+    def renew(self) -> int:
+        """Give back all that is owed; returns the limit, which is told now.
+
+        Not before: a peer that does not listen gets no credit, so what waits to be told to it is bounded too.
         """
-        self.consumed += amount
-        if self.consumed < self.due and not (at_once and self.consumed + self.size > self.limit):
-            return False
-        self.limit = self.consumed + self.size
-        self._set_due()
-        return True
+        if self.owed:
+            self.limit = self.consumed + self.size
+            self._set_due()
+        return self.limit
 
     def grant(self, amount: int) -> None:
         """Let `amount` more in, on a window that is granted by hand."""
@@ -89,11 +95,6 @@ class ReceiveWindow:
         self.limit += max(0, size - self.size)
         self.size = max(size, self.size)
         self._set_due()
-
-    @property
-    def at_rest(self) -> bool:
-        """Nothing is under way or unread, and all credit was given back or is owed."""
-        return self.received == self.consumed and (self.granted_by_hand or self.limit - self.consumed <= self.size)
 
 
 class MemoryBudget:

@@ -44,12 +44,12 @@ class ChannelsChanged:
 
 
 class Arrived:
-    """A whole message. Its credit is given back by `Receiver.consumed`.
+    """A whole message. Its credit is given back by `Receiver.consumed`. `peer` is for its taker's use.
 
     packed: for a compressed message, which is still to be unpacked (off the event loop), its head and payload.
     """
 
-    __slots__ = ("channel", "charge", "inbox", "message", "packed", "reserved")
+    __slots__ = ("channel", "charge", "inbox", "message", "packed", "peer", "reserved")
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class Arrived:
         self.charge = charge
         self.reserved = reserved
         self.packed = packed
+        self.peer: Any = None
 
 
 @dataclass(slots=True)

@@ -240,8 +240,9 @@ class FrameReader:
 
     def _parse(self) -> None:
         staging, control, data, start, end = self._staging, self._control, self._data, self._start, self._end
+        unpack, received = HEADER.unpack_from, data.data_received
         while end - start >= HEADER_SIZE:
-            kind, flags, head_length, channel, length, sequence = HEADER.unpack_from(staging, start)
+            kind, flags, head_length, channel, length, sequence = unpack(staging, start)
             body = start + HEADER_SIZE
             payload = body + head_length
             if kind == _DATA:
@@ -254,7 +255,7 @@ class FrameReader:
                 head, stop = staging[body:payload] if head_length else _NOTHING, payload + length
                 if stop <= end:
                     start = stop
-                    data.data_received(flags, channel, sequence, head, staging[payload:stop])
+                    received(flags, channel, sequence, head, staging[payload:stop])
                     if self._discarding:
                         return
                     continue

@@ -110,10 +110,8 @@ class Receiver:
     def limits(self, number: int) -> tuple[int, int, int]:
         """What a CREDIT frame says of a channel: message limit, byte limit, messages complete."""
         channel = self._channels[number]
-        channel.messages.consume(0, at_once=True)
-        channel.bytes.consume(0, at_once=True)
         channel.told = channel.complete
-        return channel.messages.limit, channel.bytes.limit, channel.complete
+        return channel.messages.renew(), channel.bytes.renew(), channel.told
 
     def acknowledge(self) -> None:
         """Have every channel told of whose new messages the other side does not know yet."""
@@ -315,10 +313,8 @@ class Receiver:
         window.consumed += charge
         link.consumed += charge
         if blocked or messages.consumed >= messages.due or window.consumed >= window.due or link.consumed >= link.due:
-            told = [window.consume(0, at_once=blocked) for window in (messages, window, link)]
-            if any(told):
-                self._shared.dirty[inbox.id] = None
-                inbox.blocked = False
+            self._shared.dirty[inbox.id] = None
+            inbox.blocked = False
 
     def grant(self, name: str, messages: int) -> None:
         """Let the other side send `messages` more on a manual channel."""
@@ -329,9 +325,8 @@ class Receiver:
     def blocked_received(self, number: int) -> None:
         """The other side waits for credit: give back at once what is owed, or what is taken next."""
         inbox = self.channel(number)
-        owed = [window.consume(0, at_once=True) for window in (inbox.messages, inbox.bytes, self.link)]
-        inbox.blocked = not any(owed)
-        if any(owed):
+        inbox.blocked = not (inbox.messages.owed or inbox.bytes.owed or self.link.owed)
+        if not inbox.blocked:
             self._shared.dirty[number] = None
 
 

@@ -387,8 +387,7 @@ class Session:
             out.append(frame(FrameType.CREDIT, payload=self._limits()))
 
     def _limits(self) -> bytes:
-        self.receiver.link.consume(0, at_once=True)
-        entries = [LIMITS.pack(0, 0, self.receiver.link.limit, self.bytes_in)]
+        entries = [LIMITS.pack(0, 0, self.receiver.link.renew(), self.bytes_in)]
         for number in list(self.shared.dirty)[: MAX_CONTROL // LIMITS.size - 1]:
             del self.shared.dirty[number]
             if number:

@@ -28,55 +28,11 @@ from p2pml.errors import (
     TransportError,
     UnknownChannel,
 )
-from p2pml.node import Node, Peer
+from p2pml.node import Node
 from p2pml.wire import codec
-from p2pml.wire.codec import TensorLike, message
 from p2pml.wire.framing import HEADER, MAGIC, FrameType, frame, preface
 from p2pml.wire.options import ChannelOptions
-
-HERE = "tcp://127.0.0.1:0"
-
-
-@message("test/note")
-class Note:
-    text: str
-    number: int = 0
-
-
-@message("test/block")
-class Block:
-    number: int
-    values: TensorLike
-
-
-@asynccontextmanager
-async def pair(**options: object) -> AsyncIterator[tuple[Node, Node, Peer]]:
-    """Two linked nodes: `server` with a channel 'data' open, `client`, and the server as the client's peer."""
-    async with Node("server", listen=[HERE], **options) as server, Node("client") as client:  # type: ignore[arg-type]
-        server.open("data")
-        yield server, client, await client.dial(server.addresses[0])
-
-
-class Watch:
-    """Waits for what a node tells of its peers."""
-
-    def __init__(self, node: Node) -> None:
-        self.seen: list[tuple[str, str, object]] = []
-        self._more = asyncio.Event()
-        node.watch(self._note)
-
-    def _note(self, what: str, peer: Peer, detail: object) -> None:
-        self.seen.append((what, peer.id, detail))
-        self._more.set()
-
-    async def until(self, what: str) -> tuple[str, object]:
-        async with asyncio.timeout(15):
-            while True:
-                for kind, peer, detail in self.seen:
-                    if kind == what:
-                        return peer, detail
-                self._more.clear()
-                await self._more.wait()
+from tests.system.nodes import HERE, Block, Note, Watch, pair
 
 
 async def connect_raw(server: Node) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -288,7 +244,19 @@ async def test_what_is_no_message_is_an_error_at_once() -> None:
         preface() + frame(FrameType.HELLO, head=codec.plain_dumps({"peer": 5})),
         MAGIC,
     ],
-    ids=["http", "random", "tls", "version", "random frames", "early data", "lengths", "array bomb", "nesting bomb", "bad hello", "cut"],
+    ids=[
+        "http",
+        "random",
+        "tls",
+        "version",
+        "random frames",
+        "early data",
+        "lengths",
+        "array bomb",
+        "nesting bomb",
+        "bad hello",
+        "cut",
+    ],
 )
 async def test_garbage_is_dropped_and_the_node_serves_on(garbage: bytes) -> None:
     async with Node("server", listen=[HERE]) as server:

@@ -7,16 +7,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import cbor2
 import numpy as np
 
 from p2pml.wire import codec, compression, events
 from p2pml.wire.codec import Tensor, Tensors, message
 from p2pml.wire.credits import MemoryBudget
-from p2pml.wire.framing import HEADER, FrameReader, frame, preface
+from p2pml.wire.framing import HEADER, SIZE, FrameReader, FrameType, frame, preface
 from p2pml.wire.incoming import Incoming, Place, unpack
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import Outgoing
-from p2pml.wire.session import Session, SessionOptions
+from p2pml.wire.session import LIMITS, Session, SessionOptions
 
 E = TypeVar("E")
 MEMORY = 1 << 26
@@ -348,3 +349,19 @@ class Stranger:
 def data(channel: int, sequence: int, payload: bytes = b"", head: bytes = b"", flags: int = 3) -> bytes:
     """A DATA frame."""
     return HEADER.pack(1, flags, len(head), channel, len(payload), sequence & 0xFFFFFFFF) + head + payload
+
+
+def offer(sequence: int, size: int, head: bytes = b"", channel: int = 1) -> bytes:
+    """An OFFER frame of a message with `size` bytes of payload."""
+    return frame(FrameType.OFFER, 0, channel, sequence, head, SIZE.pack(size))
+
+
+def credit(*entries: tuple[int, int, int, int]) -> bytes:
+    """A CREDIT frame."""
+    return frame(FrameType.CREDIT, payload=b"".join(LIMITS.pack(*entry) for entry in entries))
+
+
+def hello(**changes: Any) -> bytes:
+    """A HELLO frame, with other fields than `HELLO`; those given as ... are left out."""
+    about = {name: value for name, value in {**HELLO, **changes}.items() if value is not ...}
+    return frame(FrameType.HELLO, head=cbor2.dumps(about))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from p2pml.wire import events
 from p2pml.wire.framing import HEADER, SLICE, FrameType, frame
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import State, join_small
-from tests.unit.wire.joined import Frame, Stranger, join, outgoing, read_frames
+from tests.unit.wire.joined import Frame, Stranger, credit, join, model, outgoing, read_frames
 
 HUGE = np.zeros(100 << 20, np.uint8).data  # never written to, so it takes no memory
 CHUNK = SLICE + HEADER.size
@@ -142,14 +141,8 @@ def test_a_channel_without_credit_says_so_while_another_is_busy() -> None:
     kinds = [one.kind for one in peer.pull() if one.channel == 2]
     assert kinds == [FrameType.DATA] * 100 + [FrameType.BLOCKED]
     assert all(one.kind == FrameType.DATA for one in peer.pull()), "once for each limit"
-    peer.write(frame(FrameType.CREDIT, payload=credit((2, 101, 1 << 20, 0))))
+    peer.write(credit((2, 101, 1 << 20, 0)))
     assert any(one.channel == 2 and one.payload == b"x" for one in peer.pull())
-
-
-def credit(*entries: tuple[int, int, int, int]) -> bytes:
-    from p2pml.wire.session import LIMITS
-
-    return b"".join(LIMITS.pack(*entry) for entry in entries)
 
 
 def test_whoever_was_declined_hears_when_it_is_worth_asking_again() -> None:
@@ -165,14 +158,14 @@ def test_whoever_was_declined_hears_when_it_is_worth_asking_again() -> None:
     assert outlet is not None
     outlet.bytes.charge(outlet.bytes.available)
     assert not peer.sender.can_send("a", 10)
-    peer.write(frame(FrameType.CREDIT, payload=credit((1, 100, 2 << 20, 0))))
+    peer.write(credit((1, 100, 2 << 20, 0)))
     assert told() == 1
     assert peer.sender.can_send("a", 10)
     peer.sender.link.charge(peer.sender.link.available)
     assert not peer.sender.can_send("a", 10)
-    peer.write(frame(FrameType.CREDIT, payload=credit((1, 101, 2 << 20, 0))))
+    peer.write(credit((1, 101, 2 << 20, 0)))
     assert told() == 1
-    peer.write(frame(FrameType.CREDIT, payload=credit((0, 0, 2 << 30, 0))))
+    peer.write(credit((0, 0, 2 << 30, 0)))
     assert told() == 2
     peer.start("a", size=2 * SLICE)
     assert not peer.sender.can_send("a", 10)
@@ -180,25 +173,19 @@ def test_whoever_was_declined_hears_when_it_is_worth_asking_again() -> None:
     assert told() == 2
     peer.pull()
     assert told() == 3
-    peer.write(frame(FrameType.CREDIT, payload=credit((1, 110, 2 << 20, 0))))
+    peer.write(credit((1, 110, 2 << 20, 0)))
     assert told() == 3, "nobody had been declined"
 
 
 def test_offers_wait_for_credit_of_the_link_too() -> None:
     peer = Receiving("a")
     peer.sender.link.charge(peer.sender.link.available)
-    message = peer.end.send("a", np_model())
+    message = peer.end.send("a", model(1, 100_000))
     assert message.state is State.WAITING
     assert [one.kind for one in peer.pull()] == [FrameType.BLOCKED]
-    peer.write(frame(FrameType.CREDIT, payload=credit((0, 0, 2 << 30, 0))))
+    peer.write(credit((0, 0, 2 << 30, 0)))
     assert [one.kind for one in peer.pull()] == [FrameType.OFFER]
     assert message.state is State.OFFERED
-
-
-def np_model() -> Any:
-    from tests.unit.wire.joined import model
-
-    return model(1, 100_000)
 
 
 def test_small_pieces_are_joined_and_large_ones_left_in_their_memory() -> None:

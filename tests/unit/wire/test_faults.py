@@ -10,7 +10,6 @@ import pytest
 
 from p2pml.errors import LinkClosed, MessageTooLarge, ProtocolError
 from p2pml.wire import codec, events
-from p2pml.wire.credits import ReceiveWindow
 from p2pml.wire.framing import MAX_PAYLOAD, SIZE, FrameType, frame, preface
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import State
@@ -375,8 +374,3 @@ def test_a_new_link_begins_with_a_preface_and_not_with_half_a_frame() -> None:
         peer.end.collect()
         assert isinstance(peer.end.closed.error, (ProtocolError, LinkClosed))
         assert not peer.session.is_open
-
-
-def test_a_window_that_nobody_gave_has_no_credit() -> None:
-    assert ReceiveWindow(0).at_rest
-    assert not ReceiveWindow(0).consume(0, at_once=True)
