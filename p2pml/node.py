@@ -37,8 +37,9 @@ from p2pml.link import Link, Ticket, as_encoded
 from p2pml.transport import Listener, Transport, transport_for
 from p2pml.wire import codec, events
 from p2pml.wire.credits import MemoryBudget
+from p2pml.wire.hello import SessionOptions
 from p2pml.wire.options import ChannelOptions
-from p2pml.wire.session import Session, SessionOptions
+from p2pml.wire.session import Session
 
 logger = logging.getLogger("p2pml")
 

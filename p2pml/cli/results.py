@@ -17,6 +17,7 @@ from p2pml.cli.baselines import CENTRAL, Curve
 from p2pml.cli.bench.report import show as show_table
 from p2pml.cli.children import event
 from p2pml.cli.group import GroupRun
+from p2pml.cli.outcome import FAILED
 from p2pml.cli.progress import Progress
 from p2pml.cli.show import JsonLines, duration, size, write_json
 
@@ -38,7 +39,8 @@ def conclude(arguments: argparse.Namespace, group: GroupRun, curves: Mapping[str
             _show(group, curves, figures)
     if arguments.json is not None:
         write_json(arguments.json, figures)
-    return 1 if failures or not group.is_complete else 0
+    wrong = group.deviation is not None and not group.deviation.identical
+    return FAILED if failures or wrong or not group.is_complete else 0
 
 
 def collect(arguments: argparse.Namespace, group: GroupRun, curves: Mapping[str, Curve]) -> dict[str, Any]:

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from p2pml.errors import DuplicateLink, HandshakeRefused, LinkClosed, MessageTooLarge, P2PMLError, ProtocolError
-from p2pml.wire import codec, events
+from p2pml.errors import DuplicateLink, HandshakeRefused, LinkClosed, P2PMLError, ProtocolError
+from p2pml.wire import events
 from p2pml.wire.credits import MemoryBudget
 from p2pml.wire.framing import (
     MAX_CONTROL,
-    MAX_HEAD,
     SIZE,
-    VERSIONS,
     FrameReader,
     FrameType,
     frame,
@@ -30,12 +27,13 @@ from p2pml.wire.framing import (
     read_preface,
     slice_for,
 )
+from p2pml.wire.hello import SessionOptions, channels_head, hello_head, read_channels, read_hello, read_map, read_meta
 from p2pml.wire.incoming import Place
 from p2pml.wire.measure import LinkMeter
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import Outgoing, join_small
 from p2pml.wire.receiver import Receiver
-from p2pml.wire.sender import MAX_NAME, Sender
+from p2pml.wire.sender import Sender
 from p2pml.wire.shared import Shared
 
 LIMITS = struct.Struct("<IQQQ")
@@ -47,26 +45,6 @@ PINGS_REMEMBERED = 8
 
 CLOSE, BROKEN, REFUSED, RETRY, DUPLICATE = range(5)
 """What a GOAWAY says: an orderly end; the other side broke the protocol; don't come back; come back later; use the other link."""
-
-
-@dataclass(slots=True)
-class SessionOptions:
-    """How a node's links behave; all times in seconds, sizes in bytes.
-
-    heartbeat: a ping goes out this often. timeout: with nothing at all received for this long, the peer is gone.
-    handshake: a link that is not open by then is closed. max_message: the largest message accepted, uncompressed.
-    """
-
-    peer: str
-    instance: str
-    agent: str = "p2pml"
-    heartbeat: float = 2.5
-    timeout: float = 10.0
-    handshake: float = 10.0
-    max_message: int = 1 << 32
-    codecs: tuple[str, ...] = ("lz4", "zstd")
-    versions: tuple[int, int] = VERSIONS
-    meta: dict[str, Any] = field(default_factory=dict)
 
 
 class Session:
@@ -164,7 +142,7 @@ class Session:
             if kind == FrameType.HELLO and self.hello is None:
                 self._hello_received(head)
             elif kind == FrameType.CHANNELS and self.hello is not None:
-                self._learn(_read_map(head, "CHANNELS"))  # there are others since the HELLO
+                self._learn(read_map(head, "CHANNELS"))  # there are others since the HELLO
             else:
                 raise ProtocolError(f"a {FrameType(kind).name} frame came before the handshake was complete")
         elif kind == FrameType.CREDIT:
@@ -184,7 +162,7 @@ class Session:
         elif kind == FrameType.PONG:
             self._pong_received(payload)
         elif kind == FrameType.CHANNELS:
-            self._learn(_read_map(head, "CHANNELS"))
+            self._learn(read_map(head, "CHANNELS"))
         else:
             raise ProtocolError("a second HELLO")
 
@@ -205,34 +183,15 @@ class Session:
     # ---------------------------------------------------------------------------------------------------- handshake
 
     def _say_hello(self) -> None:
-        about = {
-            "peer": self.options.peer,
-            "instance": self.options.instance,
-            "agent": self.options.agent,
-            "max_message": self.options.max_message,
-            "codecs": list(self.options.codecs),
-            "link": self.receiver.link.limit,
-            **self._description(),
-        }
-        head = codec.plain_dumps(about)
-        if len(head) > MAX_HEAD:
-            raise HandshakeRefused(f"a node's channels and meta take {len(head)} bytes (at most {MAX_HEAD})")
+        head = hello_head(self.options, self.receiver.link.limit, self.receiver.describe())
         self.shared.control.append(frame(FrameType.HELLO, head=head))
         self._said_hello = True
 
-    def _description(self) -> dict[str, Any]:
-        return {"channels": self.receiver.describe(), "meta": self.options.meta}
-
     def _hello_received(self, head: bytes) -> None:
-        about = _read_map(head, "HELLO")
-        peer, instance, agent = (_field(about, name, str) for name in ("peer", "instance", "agent"))
-        if not all(0 < len(text) <= MAX_NAME and text.isprintable() for text in (peer, instance, agent)):
-            raise ProtocolError("a HELLO with an empty, overlong or unprintable peer id, instance or agent")
-        codecs = tuple(name for name in _field(about, "codecs", list) if isinstance(name, str))
-        limit = _field(about, "max_message", int)
-        self.hello = events.Hello(peer, instance, agent, limit, codecs)
-        self.sender.max_message = limit
-        self.sender.link_limit_received(_field(about, "link", int))
+        about = read_map(head, "HELLO")
+        self.hello, limit = read_hello(about)
+        self.sender.max_message = self.hello.max_message
+        self.sender.link_limit_received(limit)
         self._learn(about)
         self.shared.events.append(events.HelloReceived(self.hello))
 
@@ -276,14 +235,9 @@ class Session:
 
     def _learn(self, about: Mapping[str, Any]) -> None:
         """Take in the other side's channels and meta, from its HELLO or CHANNELS."""
-        for item in _field(about, "channels", list):
-            if not isinstance(item, list) or [type(part) for part in item] != [int, str, int, int, int]:
-                raise ProtocolError("a malformed list of channels")
-            number, name, messages, size, eager = item
-            if not 0 < number < 1 << 32 or min(messages, size, eager) < 0:
-                raise ProtocolError(f"channel '{name}' has impossible limits")
-            self.sender.announced(number, name, messages, size, eager)
-        self.meta = _field(about, "meta", dict)
+        for channel in read_channels(about):
+            self.sender.announced(*channel)
+        self.meta = read_meta(about)
         self.shared.events.append(events.ChannelsChanged())
 
     def add_channel(self, name: str, options: ChannelOptions) -> None:
@@ -297,9 +251,7 @@ class Session:
     def announce(self) -> None:
         """Tell the peer of the channels and the meta as they are now, if it has been told of others."""
         if self._said_hello and not self.is_closed:
-            head = codec.plain_dumps(self._description())
-            if len(head) > MAX_HEAD:
-                raise MessageTooLarge(f"channels and meta take {len(head)} bytes (at most {MAX_HEAD})")
+            head = channels_head(self.options, self.receiver.describe())
             self.shared.control.append(frame(FrameType.CHANNELS, head=head))
             self.shared.dirty[0] = None
 
@@ -443,17 +395,3 @@ class Session:
         then = self._ping_sent.pop(SIZE.unpack(payload)[0], None)
         if then is not None:
             self.meter.answered(self.shared.now - then)
-
-
-def _read_map(head: bytes, what: str) -> dict[str, Any]:
-    try:
-        return codec.plain_loads(head, what)
-    except P2PMLError as error:
-        raise ProtocolError(str(error)) from None
-
-
-def _field(about: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = about.get(name)
-    if type(value) is not kind or (isinstance(value, int) and value < 0):
-        raise ProtocolError(f"a handshake without a proper '{name}'")
-    return value

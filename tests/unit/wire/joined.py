@@ -14,10 +14,11 @@ from p2pml.wire import codec, compression, events
 from p2pml.wire.codec import Tensor, Tensors, message
 from p2pml.wire.credits import MemoryBudget
 from p2pml.wire.framing import HEADER, SIZE, FrameReader, FrameType, frame, preface
+from p2pml.wire.hello import SessionOptions
 from p2pml.wire.incoming import Incoming, Place, unpack
 from p2pml.wire.options import ChannelOptions
 from p2pml.wire.outgoing import Outgoing
-from p2pml.wire.session import LIMITS, Session, SessionOptions
+from p2pml.wire.session import LIMITS, Session
 
 E = TypeVar("E")
 MEMORY = 1 << 26
