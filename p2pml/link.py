@@ -99,11 +99,11 @@ def as_encoded(message: Any) -> codec.Encoded:
         return message
     if not isinstance(message, (bytes, bytearray, memoryview)):
         return codec.encode(message)
+    view = memoryview(message)
     try:
-        view = memoryview(message).cast("B")
+        return codec.Encoded(b"", [view.cast("B")] if view.nbytes else [], [])
     except (TypeError, ValueError) as error:
         raise MessageError(f"a message given as memory must be contiguous and of plain numbers ({error})") from None
-    return codec.Encoded(b"", [view] if len(view) else [], [])
 
 
 class Link(asyncio.BufferedProtocol):
@@ -157,7 +157,7 @@ class Link(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         session = self.session
         session.buffer_updated(nbytes, self._loop.time())
-        rate = session.meter.bytes_per_second
+        rate = session.meter.capacity
         if rate is not None and not PACE * rate > self._paced > rate / PACE:
             self._pace(rate)
         if session.events:
@@ -228,6 +228,8 @@ class Link(asyncio.BufferedProtocol):
     def _write(self, transport: asyncio.Transport) -> bool:
         """Hand the transport what the session gives at once; false if that was nothing."""
         session = self.session
+        if transport.is_closing():  # silent on asyncio, an error on uvloop; `connection_lost` is to follow
+            return False
         pieces = session.pull()
         if self._gathers and len(pieces) > 1:
             transport.writelines(pieces)
@@ -325,12 +327,17 @@ class Link(asyncio.BufferedProtocol):
         self._wake_drains()
         if transport is not None:
             self._corked = True
-            self._write(transport)
-            if transport.can_write_eof():
-                transport.write_eof()
-            else:
-                self._loop.call_soon(self._close_pipe)
             self._linger = self._loop.call_later(LINGER, self._drop)
+            try:
+                self._write(transport)
+                if transport.can_write_eof():
+                    transport.write_eof()
+                else:
+                    self._loop.call_soon(self._close_pipe)
+            except RuntimeError as error:
+                # uvloop closes a pipe whose making is cancelled, as at the end of `asyncio.run`, and tells nobody.
+                logger.info("no goodbye to %s: %s", self.session.peer, error)
+                self._loop.call_soon(self._drop)
         self._owner.closed(self, event.error, event.orderly)
 
     def close(self, reason: str = "closed") -> None:
@@ -373,6 +380,11 @@ class Link(asyncio.BufferedProtocol):
     def _drop(self) -> None:
         if self.transport is not None:
             self.transport.abort()
+            self._loop.call_soon(self._lose)
+
+    def _lose(self) -> None:
+        if self.transport is not None:  # the transport has not told; see `_say_goodbye`
+            self.connection_lost(None)
 
     # -------------------------------------------------------------------------------------------------------- time
 

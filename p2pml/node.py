@@ -494,7 +494,7 @@ class Node:
         """Connect to the node at `address`; if a link to it stands already, that is it.
 
         With `keep`, a link that is lost is dialed again, with growing random pauses, until the node or the peer is closed on
-        this side, or the other side refuses for good.
+        this side, or the other side refuses for good. Cancelled, it leaves no link behind.
 
         Raises `AddressError`, `TransportError`, `HandshakeRefused`, `LinkClosed`, `ProtocolError` (what answers is no peer).
         """
@@ -533,11 +533,11 @@ class Node:
                 raise made.error
             return await future
         except BaseException:
-            _retrieve(future)
-            if not made.session.is_open or not self._runs():
-                made.abort("the dial was given up")
+            made.close("the dial was given up")  # also where it opened in this very turn
+            made.abort("the dial was given up")
             raise
         finally:
+            _retrieve(future)
             del self._dials[made]
 
     async def _joined(self, peer_id: str) -> Peer:

@@ -177,8 +177,8 @@ class Session:
                     raise ProtocolError(f"{received} bytes acknowledged, {self.bytes_out} sent")
                 self.sender.link_limit_received(size)
                 self.meter.acknowledged(self.shared.now, received, self.bytes_out)
-                if self.meter.bytes_per_second is not None:
-                    self.sender.slice_size = slice_for(self.meter.bytes_per_second)
+                if self.meter.capacity is not None:
+                    self.sender.slice_size = slice_for(self.meter.capacity)
 
     # ---------------------------------------------------------------------------------------------------- handshake
 

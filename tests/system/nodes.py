@@ -24,14 +24,6 @@ class Block:
     values: TensorLike
 
 
-@asynccontextmanager
-async def pair(**options: object) -> AsyncIterator[tuple[Node, Node, Peer]]:
-    """Two linked nodes: `server` with a channel 'data' open, `client`, and the server as the client's peer."""
-    async with Node("server", listen=[HERE], **options) as server, Node("client") as client:  # type: ignore[arg-type]
-        server.open("data")
-        yield server, client, await client.dial(server.addresses[0])
-
-
 class Watch:
     """Waits for what a node tells of its peers."""
 
@@ -52,3 +44,14 @@ class Watch:
                         return peer, detail
                 self._more.clear()
                 await self._more.wait()
+
+
+@asynccontextmanager
+async def pair(**options: object) -> AsyncIterator[tuple[Node, Node, Peer]]:
+    """Two linked nodes: `server` with a channel 'data' open, `client`, and the server as the client's peer."""
+    async with Node("server", listen=[HERE], **options) as server, Node("client") as client:  # type: ignore[arg-type]
+        server.open("data")
+        watch = Watch(server)
+        peer = await client.dial(server.addresses[0])
+        await watch.until("joined")
+        yield server, client, peer

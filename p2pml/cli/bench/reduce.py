@@ -86,6 +86,7 @@ def _turn(outcome: Outcome, name: str, group: Group, label: str, size: int, *, c
     group.call("meet", group.call("fill", size // 4))
     times = IN_A_ROW if size < SMALL else 1
     ranks = group.call("timed", time.monotonic() + START_DELAY, times)
+    group.call("verify")
     group.call("forget")
     seconds = (max(ended for _, ended, _, _ in ranks) - min(began for began, _, _, _ in ranks)) / times
     if counts:

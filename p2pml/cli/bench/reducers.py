@@ -1,6 +1,6 @@
 """One peer of a group that averages, and how that is measured: the same for every contestant of `bench reduce`.
 
-A turn is `fill`, `meet`, `timed`, `forget`. Between turns a contestant holds no vector, while others have theirs.
+A turn is `fill`, `meet`, `timed`, `verify`, `forget`. Between turns a contestant holds no vector, while others have theirs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Reducer(Member):
     """What a contestant implements: the mean over all ranks of one float32 vector, known to every rank in the end."""
 
     _values: Array
+    _result: Array
     _peak: PeakMemory
 
     async def prepare(self, values: Array) -> str:
@@ -69,8 +70,13 @@ class Reducer(Member):
             result = await self.reduce(self._values)
         ended = time.monotonic()
         self._peak.stop()
-        self._check(result)
+        self._result = result
         return began, ended, self._peak.extra, self._peak.method
+
+    async def verify(self) -> None:
+        """Check the result. Not before all ranks have theirs: whoever blocks its process for that keeps the others waiting."""
+        self._check(self._result)
+        del self._result
 
     async def forget(self) -> None:
         """End the turn."""
