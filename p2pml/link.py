@@ -569,7 +569,7 @@ class Link(asyncio.BufferedProtocol):
                 if arrived.packed is not None:
                     try:
                         arrived.message = await asyncio.to_thread(unpack, *arrived.packed)
-                    except MessageError as error:
+                    except (MessageError, MemoryError) as error:
                         self.refuse(waiting.popleft(), error)
                         continue
                     arrived.packed = None
@@ -591,7 +591,7 @@ class Link(asyncio.BufferedProtocol):
         if session.shared.dirty and not self._corked and session.is_open:
             self.kick()
 
-    def refuse(self, arrived: events.Arrived, error: MessageError) -> None:
+    def refuse(self, arrived: events.Arrived, error: MessageError | MemoryError) -> None:
         """A message that has arrived turns out to be unacceptable: give its credit back, and log why."""
         logger.warning("%s, channel '%s': %s", self.session.peer, arrived.channel, error)
         self.consumed(arrived)

@@ -31,7 +31,7 @@ def new_event_loop(kind: str = "auto") -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T], kind: str = "auto") -> T:
-    """`asyncio.run` on a loop of this kind. Where a loop runs already, as in a notebook, await the coroutine or use `LoopThread`."""
+    """`asyncio.run` on a loop of this kind. Where one runs already, as in a notebook, await the coroutine or use `LoopThread`."""
     try:
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("a running event loop is in this thread already: await the coroutine, or use a LoopThread")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from p2pml.errors import P2PMLError
 from p2pml.protocols.chainsgd.agent import Options
 from p2pml.protocols.chainsgd.machine import AverageResult, ChainGroup, Contribution
-from p2pml.protocols.chainsgd.member import GroupEnd, entry
+from p2pml.protocols.chainsgd.member import GOODBYE, GroupEnd, entry
 from p2pml.protocols.chainsgd.schedule import Scheduler
 from p2pml.protocols.training.merge import Accumulator
 from p2pml.protocols.training.segments import BoundTensors
-from p2pml.statemachine import Compute, Computed, Effect, Finish, Report, on
+from p2pml.statemachine import Compute, Computed, Effect, Finish, Report, TimerFired, on
 
 if TYPE_CHECKING:
     from p2pml.protocols.training.data import Data
@@ -153,14 +153,26 @@ class ChainSGD(ChainGroup):
         else:
             yield from super().computed(event)
 
+    @on(TimerFired)
+    @entry
+    def fired(self, event: TimerFired) -> Iterator[Effect]:
+        """A peer that was told to stop and had its time goes, whatever is being evaluated."""
+        if event.name == GOODBYE:
+            self._evaluating = 0
+        yield from super().fired(event)
+
     def ended(self, end: GroupEnd) -> Iterator[Effect]:
-        """Finish when the last evaluation is through; told a second time, at once."""
-        again, self._end = self._end is not None, end
+        """Finish when the last evaluation is through.
+
+        The first reason stands: an agent that has stopped the group leaves while others still evaluate.
+        """
+        if self._end is None:
+            self._end = end
         for effect in super().ended(end):
             if not isinstance(effect, Finish):
                 yield effect
-            elif again or not self._evaluating:
-                yield self._finish(end)
+            elif not self._evaluating:
+                yield self._finish(self._end)
 
     def _finish(self, end: GroupEnd) -> Effect:
         return Finish(TrainingEnd(end, self.history))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from p2pml import statemachine as sm
-from p2pml.errors import MachineFailed
+from p2pml.errors import MachineFailed, MessageError
 from p2pml.host import Host
 from p2pml.node import Node
 from p2pml.wire import codec
@@ -320,6 +320,17 @@ async def test_finish_lets_the_last_messages_out_before_the_peers_hear_of_it(kin
             await host_a.command("ask")
 
 
+async def test_last_messages_that_nobody_takes_are_not_waited_for_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("p2pml.host.GOODBYE", 0.05)
+    async with two() as (host_a, host_b):
+        with pytest.raises(MachineFailed, match="has finished"):
+            await do(host_a, sm.Send("b", Word("no credit"), "hand"), sm.Finish())
+        assert (await host_b.machine.until(sm.PeerLeft)).reason == "its machine has finished"  # type: ignore[attr-defined]
+        assert "not all of its last messages went out" in caplog.text
+
+
 async def test_stopping_gives_the_machine_a_second_and_no_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -412,7 +423,9 @@ class Placing(Puppet):
             return [bytes(self.memory.nbytes)]
         if number == 4:
             return None
-        return 5
+        if number == 5:
+            raise MessageError("not this one")
+        return 6
 
 
 @KINDS
@@ -435,6 +448,8 @@ async def test_big_messages_arrive_in_the_machine_s_own_memory_and_wrong_memory_
         assert all("the place for it" in event.reason for event in a.of(sm.SendFailed))
 
         await do(host_a, sm.Send("b", Heap(5, block), "data", tag=5))
+        assert "not this one" in (await a.until(sm.SendFailed, 3)).reason
+        await do(host_a, sm.Send("b", Heap(6, block), "data", tag=6))
         left = await a.until(sm.PeerLeft)
         assert "its place for system/heap: TypeError" in left.reason
 

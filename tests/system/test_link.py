@@ -15,6 +15,7 @@ import pytest
 from p2pml.errors import LinkClosed, MessageError, MessageRefused, P2PMLError, SendTimeout
 from p2pml.link import Link, Ticket
 from p2pml.node import Node, Peer
+from p2pml.transports.memory import MemoryPipe
 from p2pml.wire import compression, events
 from p2pml.wire.options import ChannelOptions
 from tests.system.nodes import HERE, Block, Note, Watch, pair
@@ -469,6 +470,147 @@ async def test_a_damaged_compressed_message_is_refused_and_the_next_arrives(
         await peer.send("data", Block(2, SMOOTH), timeout=5)
         assert (await server.channel("data").receive(timeout=5))[1].number == 2
         assert "lz4" in caplog.text
+
+
+async def test_a_node_that_closes_takes_no_more_work(slow_packing: threading.Event) -> None:
+    slow_packing.set()
+    async with pair() as (server, client, peer):
+        client.prefer("data", ChannelOptions(compress="lz4"))
+        server._closing = True
+        used = server.budget.used
+        await peer.send("data", Block(1, SMOOTH), delivered=True, timeout=5)
+        assert server.budget.used == used
+        assert not server.peers["client"].link._unpacking
+        client._closing = True
+        with pytest.raises(LinkClosed, match="not running"):
+            peer.link.submit("data", Block(1, SMOOTH))
+        assert peer.link.waiting("data") == 0
+        server._closing = client._closing = False
+
+
+async def test_a_compressed_message_may_be_too_large_once_unpacked() -> None:
+    async with pair(max_message=1 << 19) as (server, client, peer):
+        client.prefer("data", ChannelOptions(compress="lz4"))
+        with pytest.raises(MessageTooLarge, match="takes at most 524288"):
+            await peer.send("data", Block(1, SMOOTH), timeout=5)
+        await peer.send("data", b"next", timeout=5)
+        assert (await server.channel("data").receive(timeout=5))[1] == b"next"
+
+
+@pytest.mark.allow_error_logs
+async def test_a_handler_that_raises_for_an_unpacked_message_closes_its_link() -> None:
+    async with Node("server", listen=[HERE]) as server, Node("client") as client:
+
+        def handle(peer: Peer, arrived: events.Arrived) -> None:
+            peer.link.consumed(arrived)
+            raise LookupError
+
+        server.open("data", handler=handle)
+        client.prefer("data", ChannelOptions(compress="lz4"))
+        watch = Watch(client)
+        peer = await client.dial(server.addresses[0])
+        await peer.send("data", Block(1, SMOOTH), timeout=5)
+        assert "it failed here: LookupError" in str((await watch.until("left"))[1])
+        assert server.budget.used == 0
+
+
+# ------------------------------------------------------------------------------------------------ pipes
+
+
+async def stuck(server: Node, peer: Peer, *, tracked: bool) -> tuple[Fate, Link]:
+    """Hand out all of a message of which the last part stays in the transport, as the other side does not read."""
+    back = server.peers["client"].link
+    await peer.send("data", b"x", delivered=True, timeout=5)
+    assert back.transport is not None
+    back.transport.pause_reading()
+    fate = Fate()
+    peer.link.session.sender._channel("data").eager = 1 << 20  # goes out without being accepted
+    peer.link.submit("data", Block(1, SMOOTH[:90_000]), fate, tracked=tracked)
+    await turns(3)
+    assert peer.link._written
+    assert fate.told == []
+    return fate, back
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+async def test_what_is_stuck_in_the_transport_when_the_connection_breaks_has_failed(tracked: bool) -> None:
+    async with Node("server", listen=["memory://stuck"]) as server, Node("client") as client:
+        server.open("data")
+        watch = Watch(server)
+        peer = await client.dial("memory://stuck")
+        await watch.until("joined")
+        fate, back = await stuck(server, peer, tracked=tracked)
+        back.abort("cut")
+        await peer.link.finished
+        assert [type(word) for word in fate.told] == [LinkClosed]
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+async def test_what_is_stuck_in_the_transport_at_a_close_is_told_when_its_memory_is_free(tracked: bool) -> None:
+    async with Node("server", listen=["memory://stuck"]) as server, Node("client") as client:
+        server.open("data")
+        watch = Watch(server)
+        peer = await client.dial("memory://stuck")
+        await watch.until("joined")
+        fate, back = await stuck(server, peer, tracked=tracked)
+        peer.drop("enough")
+        assert fate.told == []
+        assert back.transport is not None
+        back.transport.resume_reading()
+        await peer.link.finished
+        assert [str(word) for word in fate.told] == ["enough" if tracked else "sent"]
+
+
+async def test_a_batch_that_is_full_goes_out_in_the_same_turn() -> None:
+    async with pair() as (server, _, peer):
+        for number in range(2000):
+            assert peer.try_send("data", number.to_bytes(2, "big") * 50)
+        for number in range(2000):
+            assert (await server.channel("data").receive(timeout=5))[1][:2] == number.to_bytes(2, "big")
+
+
+async def test_a_pipe_that_cannot_be_half_closed_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over TLS."""
+    monkeypatch.setattr(MemoryPipe, "can_write_eof", lambda self: False)
+    async with Node("server", listen=["memory://whole"]) as server, Node("client") as client:
+        server.open("data")
+        watch = Watch(server)
+        peer = await client.dial("memory://whole")
+        await peer.send("data", b"x", timeout=5)
+        async with asyncio.timeout(1):
+            await peer.close("enough")
+        assert await watch.until("left") == ("client", "client closed the link: enough")
+        assert (await server.channel("data").receive(timeout=5))[1] == b"x"
+
+
+async def test_a_pipe_that_ends_and_does_not_say_so_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with uvloop, where the making of a pipe was cancelled."""
+
+    def closed(self: MemoryPipe, data: object = None) -> None:
+        raise RuntimeError("unable to perform operation; the handler is closed")
+
+    async with Node("server", listen=["memory://mute"]), Node("client") as client:
+        peer = await client.dial("memory://mute")
+        abort = MemoryPipe.abort
+        monkeypatch.setattr(MemoryPipe, "write", closed)
+        monkeypatch.setattr(MemoryPipe, "abort", lambda self: None)
+        async with asyncio.timeout(1):
+            await peer.close()
+        monkeypatch.setattr(MemoryPipe, "abort", abort)
+        monkeypatch.undo()
+
+
+async def test_a_link_closed_before_it_has_a_pipe_drops_the_pipe_when_it_comes() -> None:
+    async with Node("server", listen=["memory://early"]) as server, Node("client") as client:
+        dialing = asyncio.create_task(client.dial("memory://early"))
+        await turns(1)
+        (waiting,) = [link for link in server._links if link.transport is None]
+        waiting.close("never mind")
+        with pytest.raises(LinkClosed):
+            await dialing
+        async with asyncio.timeout(5):
+            await waiting.finished
+        assert not client.peers
 
 
 # ------------------------------------------------------------------------------------------------ memory
