@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import numpy as np
@@ -21,23 +22,25 @@ class Gossip(StateMachine):
 
     channels = {"gossip": ChannelOptions()}
 
-    def __init__(self, values):
-        self.values, self.peers, self.asked = values, [], None
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+        self.peers: list[str] = []
+        self.asked: str | None = None
 
     @on(sm.PeerJoined, sm.PeerLeft)
-    def neighbours_changed(self, event):
+    def neighbours_changed(self, event: sm.PeerJoined | sm.PeerLeft) -> None:
         (self.peers.append if isinstance(event, sm.PeerJoined) else self.peers.remove)(event.peer)
         self.asked = self.asked if self.asked in self.peers else None
 
     @on(sm.Started, sm.TimerFired)
-    def push(self, event):
+    def push(self, event: sm.Event) -> Iterator[sm.Effect]:
         yield sm.SetTimer("push", self.random.uniform(0.005, 0.02))
         if self.peers and self.asked is None:
             self.asked = self.random.choice(self.peers)
             yield sm.Send(self.asked, Half(self.values / 2, answer=False), "gossip")
 
     @on(sm.Received[Half])
-    def average(self, event):
+    def average(self, event: sm.Received[Half]) -> Iterator[sm.Effect]:
         theirs, is_answer = event.message.values.numpy(), event.message.answer
         if not is_answer:
             yield sm.Send(event.peer, Half(theirs if self.asked else self.values / 2, answer=True), "gossip")
@@ -47,22 +50,24 @@ class Gossip(StateMachine):
         self.asked = None if is_answer else self.asked
 
     @on(sm.Stopping)
-    def stop(self, event):
+    def stop(self, event: sm.Stopping) -> Iterator[sm.Effect]:
         yield sm.Finish(self.values)
 
 
-async def main(count, exchanges=100):
-    done, hosts = asyncio.Semaphore(0), []
+async def main(count: int, exchanges: int = 100) -> None:
+    done = asyncio.Semaphore(0)
+    hosts: list[Host] = []
+    machines = [Gossip(np.full(1000, float(rank))) for rank in range(count)]
     async with AsyncExitStack() as stack:
-        for rank in range(count):
+        for rank, machine in enumerate(machines):
             node = await stack.enter_async_context(Node(f"peer-{rank}", listen=["tcp://127.0.0.1:0"]))
             for other in hosts:
                 await node.dial(other.node.addresses[0])
-            host = Host(Gossip(np.full(1000, float(rank))), node, seed=rank, report=lambda name, fields: done.release())
+            host = Host(machine, node, seed=rank, report=lambda name, fields: done.release())
             hosts.append(await stack.enter_async_context(host))
         for _ in range(count * exchanges):
             await done.acquire()
-    print("the mean is", (count - 1) / 2, "and the peers have", [round(float(host.machine.values.mean()), 3) for host in hosts])
+    print("the mean is", (count - 1) / 2, "and the peers have", [round(float(machine.values.mean()), 3) for machine in machines])
 
 
 if __name__ == "__main__":

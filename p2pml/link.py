@@ -147,9 +147,10 @@ class Link(asyncio.BufferedProtocol):
         transport = cast(asyncio.Transport, transport)
         self.transport = transport
         transport.set_write_buffer_limits(high=0)
-        self._tick()
-        if self.error is not None and self._linger is None:  # closed before there was a pipe to say goodbye on
+        if self.error is not None:  # closed before there was a pipe to say anything on
             self._loop.call_soon(self._drop)
+        else:
+            self._tick()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self.session.get_buffer()

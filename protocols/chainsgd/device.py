@@ -146,7 +146,7 @@ class Device(Member):
         is_new = plan.round > self.plan.round
         self.plan, self.running, self.contributed = plan, True, False
         self.meet(plan.members)
-        self.held.clear()
+        self.drop_held(self.stamp)
         if plan.contributors:
             self.applied, self.reason = False, plan.excluded.get(self.me, "")
             reduction.begin(self.stamp)

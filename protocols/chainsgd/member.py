@@ -113,7 +113,7 @@ class Member(StateMachine):
         self._agent: Agent | None = None
         self._inbox: deque[Any] = deque()
         self._linked: set[str] = set()
-        self.held: dict[str, list[Effect]] = {}  # segments for members whose link this side does not see yet
+        self._held: dict[str, list[Send]] = {}  # segments for members whose link this side does not see yet
         self._others: dict[str, list[str]] = {}  # members, and those who are about to be, with their addresses
         self._meshed = False
 
@@ -155,6 +155,11 @@ class Member(StateMachine):
         assert self.agent_id is not None
         return Send(self.agent_id, message, "control")
 
+    def drop_held(self, stamp: tuple[int, int]) -> None:
+        """Of the segments that wait for a link, only those of this attempt are of use, which may have overtaken its plan."""
+        for peer, sends in self._held.items():
+            self._held[peer] = [send for send in sends if (send.message.round, send.message.attempt) == stamp]
+
     def meet(self, members: Sequence[str]) -> None:
         """These are the members now."""
         self.members = list(members)
@@ -178,7 +183,7 @@ class Member(StateMachine):
     def _peer_joined(self, event: PeerJoined) -> Iterator[Effect]:
         peer = event.peer
         self._linked.add(peer)
-        yield from self.held.pop(peer, [])
+        yield from self._held.pop(peer, [])
         addresses = event.info.get("addresses")
         addresses = [text for text in addresses if isinstance(text, str)] if isinstance(addresses, list) else []
         if self._agent is not None:
@@ -198,7 +203,7 @@ class Member(StateMachine):
         peer = event.peer
         was_linked = peer in self._linked
         self._linked.discard(peer)
-        self.held.pop(peer, None)
+        self._held.pop(peer, None)
         yield from self.lost(peer)
         if self._agent is not None:
             yield from self._agent.left(peer, event.reason)
@@ -260,7 +265,7 @@ class Member(StateMachine):
             elif effect.peer == self.me:
                 self._inbox.append(effect.message)
             elif effect.channel != "control":
-                self.held.setdefault(effect.peer, []).append(effect)
+                self._held.setdefault(effect.peer, []).append(effect)
 
     def _welcomed(self, message: Welcome) -> Iterator[Effect]:
         yield from self.took_part(message.segment_bytes)

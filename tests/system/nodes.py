@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import numpy as np
+
+from p2pml.errors import P2PMLError
+from p2pml.link import Ticket
 from p2pml.node import Node, Peer
 from p2pml.wire.codec import TensorLike, message
 
 HERE = "tcp://127.0.0.1:0"
+SMOOTH = np.repeat(np.arange(500, dtype=np.float32), 500)
+"""What compresses well."""
 
 
 @message("test/note")
@@ -55,3 +62,25 @@ async def pair(**options: object) -> AsyncIterator[tuple[Node, Node, Peer]]:
         peer = await client.dial(server.addresses[0])
         await watch.until("joined")
         yield server, client, peer
+
+
+async def turns(count: int) -> None:
+    """Let the event loop go round."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Fate(Ticket):
+    """Writes down what becomes of a message."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def sent(self) -> None:
+        self.told.append("sent")
+
+    def delivered(self) -> None:
+        self.told.append("delivered")
+
+    def failed(self, error: P2PMLError) -> None:
+        self.told.append(error)
