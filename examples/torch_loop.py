@@ -32,7 +32,7 @@ group = Group.start(model, listen=address, peers=2) if role == "start" else Grou
 for step in range(600):
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(points), arm)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     if step % 5 == 4:
         group.average()  # 2. every five steps, hand over the model and get the group's back
