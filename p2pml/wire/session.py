@@ -81,8 +81,9 @@ class Session:
         for name, wanted in channels.items():
             self.receiver.add_channel(name, wanted)
             self.sender.prefer(name, wanted)
+        self._prefaced = False
         if dialer:
-            self.shared.control.append(preface(options.versions))
+            self._open_with_preface()
 
     @property
     def events(self) -> list[Any]:
@@ -130,7 +131,7 @@ class Session:
 
     def preface_received(self, data: bytes) -> None:
         if not self.dialer:  # before the other side's is judged, so that it can tell what is wrong
-            self.shared.control.append(preface(self.options.versions))
+            self._open_with_preface()
         read_preface(data, self.options.versions)
         if self.dialer:
             self._say_hello()
@@ -181,6 +182,11 @@ class Session:
                     self.sender.slice_size = slice_for(self.meter.capacity)
 
     # ---------------------------------------------------------------------------------------------------- handshake
+
+    def _open_with_preface(self) -> None:
+        if not self._prefaced:
+            self._prefaced = True
+            self.shared.control.append(preface(self.options.versions))
 
     def _say_hello(self) -> None:
         head = hello_head(self.options, self.receiver.link.limit, self.receiver.describe())
@@ -281,6 +287,7 @@ class Session:
 
     def _goodbye(self, code: int, reason: str) -> None:
         if not self.is_closed:
+            self._open_with_preface()  # without it the other side would not read the reason
             self.shared.control.append(
                 frame(FrameType.GOAWAY, flags=code, payload=reason.encode(errors="replace")[:MAX_CONTROL])
             )
