@@ -16,9 +16,9 @@ if _TYPE_CHECKING:
     from p2pml.host import Host as Host
     from p2pml.loops import LoopThread as LoopThread
     from p2pml.loops import run as run
-    from p2pml.node import Inbox as Inbox
     from p2pml.node import Node as Node
-    from p2pml.node import Peer as Peer
+    from p2pml.peer import Inbox as Inbox
+    from p2pml.peer import Peer as Peer
     from p2pml.statemachine import StateMachine as StateMachine
     from p2pml.statemachine import on as on
     from p2pml.wire.codec import Tensor as Tensor
@@ -38,11 +38,11 @@ __version__ = "0.1.0"
 _HOME = {
     "ChannelOptions": "p2pml.wire.options",
     "Host": "p2pml.host",
-    "Inbox": "p2pml.node",
+    "Inbox": "p2pml.peer",
     "LoopThread": "p2pml.loops",
     "Node": "p2pml.node",
     "P2PMLError": "p2pml.errors",
-    "Peer": "p2pml.node",
+    "Peer": "p2pml.peer",
     "StateMachine": "p2pml.statemachine",
     "Tensor": "p2pml.wire.codec",
     "TensorLike": "p2pml.wire.codec",

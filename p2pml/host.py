@@ -18,7 +18,8 @@ from typing import Any
 from p2pml import statemachine as sm
 from p2pml.errors import LinkClosed, MachineFailed, MessageError, P2PMLError
 from p2pml.link import Ticket, as_encoded
-from p2pml.node import Node, Peer
+from p2pml.node import Node
+from p2pml.peer import Peer
 from p2pml.resources import measure
 from p2pml.wire import codec, events
 from p2pml.wire.options import ChannelOptions

@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args
 
 from p2pml.cli.options import Part
 from p2pml.errors import P2PMLError
-from p2pml.node import Node, Peer
+from p2pml.node import Node
+from p2pml.peer import Peer
 
 Weighting = Literal["equal", "samples"]
 Combine = Literal["parameters", "delta"]

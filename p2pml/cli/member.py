@@ -19,7 +19,8 @@ from p2pml.cli.progress import Progress
 from p2pml.cli.show import Sink, duration, showing, size, write_json
 from p2pml.cli.training import train
 from p2pml.errors import HandshakeRefused, MachineFailed, P2PMLError, TransportError
-from p2pml.node import Node, Peer
+from p2pml.node import Node
+from p2pml.peer import Peer
 
 FIRST_DELAY, LAST_DELAY = 0.2, 3.0
 """Bounds in seconds of the pauses between attempts to join."""

@@ -15,7 +15,8 @@ from p2pml import resources
 from p2pml.cli.job import Job
 from p2pml.errors import LinkClosed, P2PMLError
 from p2pml.host import Host
-from p2pml.node import Node, Peer
+from p2pml.node import Node
+from p2pml.peer import Peer
 from p2pml.telemetry import Telemetry
 
 if TYPE_CHECKING:

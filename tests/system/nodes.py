@@ -11,7 +11,8 @@ import numpy as np
 
 from p2pml.errors import P2PMLError
 from p2pml.link import Ticket
-from p2pml.node import Node, Peer
+from p2pml.node import Node
+from p2pml.peer import Peer
 from p2pml.wire.codec import TensorLike, message
 
 HERE = "tcp://127.0.0.1:0"

@@ -16,7 +16,8 @@ from p2pml.errors import (
     ProtocolError,
     TransportError,
 )
-from p2pml.node import FIRST_DELAY, LAST_DELAY, MAX_PENDING, Node, Peer
+from p2pml.node import FIRST_DELAY, LAST_DELAY, MAX_PENDING, Node
+from p2pml.peer import Peer
 from p2pml.transport import transport_for
 from p2pml.wire.session import Session
 from tests.system.nodes import HERE, Watch, pair, turns

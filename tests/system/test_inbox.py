@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from p2pml.errors import LinkClosed
-from p2pml.node import Peer
+from p2pml.peer import Peer
 from p2pml.wire import events
 from tests.system.nodes import HERE, Note, pair, turns
 

@@ -12,7 +12,8 @@ import pytest
 
 from p2pml.errors import LinkClosed, MessageError, MessageRefused, SendTimeout
 from p2pml.link import Link
-from p2pml.node import Node, Peer
+from p2pml.node import Node
+from p2pml.peer import Peer
 from p2pml.transports.memory import MemoryPipe
 from p2pml.wire import events
 from p2pml.wire.options import ChannelOptions

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from p2pml.errors import LinkClosed, MessageError, MessageTooLarge
-from p2pml.node import Node, Peer
+from p2pml.node import Node
+from p2pml.peer import Peer
 from p2pml.wire import compression, events
 from p2pml.wire.options import ChannelOptions
 from tests.system.nodes import HERE, SMOOTH, Block, Fate, Note, Watch, pair, turns

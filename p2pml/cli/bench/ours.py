@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from p2pml.cli.bench.ends import End
-from p2pml.node import Inbox, Node, Peer
+from p2pml.node import Node
+from p2pml.peer import Inbox, Peer
 from p2pml.wire.codec import Head, Tensor, TensorLike, message
 from p2pml.wire.options import ChannelOptions
 
